@@ -1,0 +1,1 @@
+"""OpenTinker: train language-model agents by reinforcement learning, from plain Python."""

@@ -1,0 +1,1 @@
+"""The environment host: one worker process per episode."""

@@ -1,0 +1,1 @@
+"""The inference service: completions of named policy versions."""

@@ -1,0 +1,1 @@
+"""Plumbing that every OpenTinker service uses."""

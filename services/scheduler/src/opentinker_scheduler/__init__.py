@@ -1,0 +1,1 @@
+"""The scheduler: jobs, servers, leases, the catalog of policies, and runs."""

@@ -1,0 +1,1 @@
+"""The trainer: one base model, many policies, operations in strict order."""
