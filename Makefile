@@ -16,7 +16,7 @@ setup: ## Make .venv with everything in it (ENGINE=transformers where pip finds 
 	@$(PYTHON) scripts/setup_env.py --engine $(ENGINE) --venv $(VENV)
 
 proto: setup ## Generate protos/gen from the .proto files
-	$(BIN)/buf format --write protos/opentinkerapi
+	$(BIN)/buf format --write --path protos/opentinkerapi
 	$(BIN)/python scripts/gen_protos.py
 
 fmt: setup ## Format the code and sort its imports
@@ -28,7 +28,7 @@ lint: setup ## Style, formats, dependency rules, protos, compose file
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
-	$(BIN)/buf format --diff --exit-code protos/opentinkerapi
+	$(BIN)/buf format --diff --exit-code --path protos/opentinkerapi
 
 type: setup ## mypy --strict
 	$(BIN)/mypy

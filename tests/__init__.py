@@ -1,0 +1,1 @@
+"""Tests that cross the parts; what tests one part lies beside it."""

@@ -1,0 +1,1 @@
+"""What the wire promises, checked on the proto files themselves."""
