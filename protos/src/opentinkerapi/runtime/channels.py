@@ -1,0 +1,129 @@
+"""The one function that builds channels: limits, keepalive, retries as data, credentials.
+
+A channel adds the caller's credentials to each call as metadata: `authorization: Bearer <key>` and, for calls
+made under a job, `x-opentinker-job-token: <token>`. Retries are gRPC service config (see `retries`), never
+code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from opentinkerapi.runtime.retries import service_config
+
+AUTHORIZATION = "authorization"
+JOB_TOKEN = "x-opentinker-job-token"
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""What one message may hold, in both directions; larger bodies are chunked or named by a BlobRef."""
+
+KEEPALIVE_MS = 20_000
+"""How often an idle connection with calls on it is probed; servers allow twice as often."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM contents. `key` and `chain` only for mutual TLS; without `root` the system's authorities are
+    used.
+    """
+
+    root: bytes | None = None
+    key: bytes | None = None
+    chain: bytes | None = None
+
+
+def open_channel(
+    address: str,
+    *,
+    key: str | None = None,
+    job_token: str | None = None,
+    tls: TlsFiles | None = None,
+) -> grpc.aio.Channel:
+    """Open a channel to `address` (`host:port`). Connects on first use; close it when done.
+
+    `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to.
+    """
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A restarted server is found again within a second, not after the default two minutes of back-off.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_retries", 1),
+        ("grpc.service_config", service_config()),
+        # Two channels to one address must not share a connection: closing one would then be felt by the
+        # other.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    interceptors = _credentials(key, job_token)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(tls.root, tls.key, tls.chain)
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+
+def auth_metadata(key: str | None, job_token: str | None = None) -> tuple[tuple[str, str], ...]:
+    """The metadata that carries the given credentials."""
+    pairs: list[tuple[str, str]] = []
+    if key:
+        pairs.append((AUTHORIZATION, f"Bearer {key}"))
+    if job_token:
+        pairs.append((JOB_TOKEN, job_token))
+    return tuple(pairs)
+
+
+def _credentials(key: str | None, job_token: str | None) -> Sequence[grpc.aio.ClientInterceptor]:
+    pairs = auth_metadata(key, job_token)
+    if not pairs:
+        return []
+    return [_UnaryUnary(pairs), _UnaryStream(pairs), _StreamUnary(pairs), _StreamStream(pairs)]
+
+
+class _AddsMetadata:
+    """Adds fixed metadata to every call; grpc.aio wants one interceptor class for each kind of call."""
+
+    def __init__(self, pairs: tuple[tuple[str, str], ...]) -> None:
+        self._pairs = pairs
+
+    def _with_metadata(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()))
+        for name, value in self._pairs:
+            metadata.add(name, value)
+        return grpc.aio.ClientCallDetails(
+            method=details.method,
+            timeout=details.timeout,
+            metadata=metadata,
+            credentials=details.credentials,
+            wait_for_ready=details.wait_for_ready,
+        )
+
+
+class _UnaryUnary(_AddsMetadata, grpc.aio.UnaryUnaryClientInterceptor):
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._with_metadata(client_call_details), request)
+
+
+class _UnaryStream(_AddsMetadata, grpc.aio.UnaryStreamClientInterceptor):
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._with_metadata(client_call_details), request)
+
+
+class _StreamUnary(_AddsMetadata, grpc.aio.StreamUnaryClientInterceptor):
+    async def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return await continuation(self._with_metadata(client_call_details), request_iterator)
+
+
+class _StreamStream(_AddsMetadata, grpc.aio.StreamStreamClientInterceptor):
+    async def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return await continuation(self._with_metadata(client_call_details), request_iterator)

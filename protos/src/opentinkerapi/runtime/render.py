@@ -1,0 +1,303 @@
+"""Chat templates and tokenizers without transformers: text and messages to token ids, and back.
+
+Built from a model's tokenizer files alone (bytes by file name, as GetTokenizer returns them). Templates are
+untrusted code: they run in jinja's immutable sandbox with the settings that transformers uses, so that ids
+equal `apply_chat_template`'s. Text never becomes a special token: where a message, a tool or a plain text
+spells one, it is encoded as the characters it consists of. (Needs the extra `render`.)
+"""
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
+MODEL_FILE = "config.json"
+FILES = (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, GENERATION_FILE, MODEL_FILE)
+"""What a ChatTokenizer reads; all but tokenizer.json may be missing."""
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class RenderError(ValueError):
+    """The messages cannot be rendered: no template, or the template refused them."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks assistant text for other tools; here it is passed
+    through.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.ScopedEvalContextModifier(lineno=line, options=[], body=body)
+
+
+class ChatTokenizer:
+    """One model's tokenizer and chat template."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """`files` maps names of `FILES` to contents. ValueError if tokenizer.json is missing or
+        unreadable.
+        """
+        if TOKENIZER_FILE not in files:
+            raise ValueError(f"{TOKENIZER_FILE} is missing; files given: {sorted(files)}")
+        self._source = files[TOKENIZER_FILE]
+        try:
+            self._tokenizer = _load(self._source)
+        except Exception as error:  # the library raises a bare Exception
+            raise ValueError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
+        self._config = _json(files, CONFIG_FILE)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._guarded: tuple[Tokenizer, dict[str, str]] | None = None
+        self._templates = _templates(files, self._config)
+        self._environment = _environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+        self.eos_ids: tuple[int, ...] = self._find_eos(files)
+        """Token ids that end a reply, the tokenizer's own first."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return bool(self._templates)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that the tokenizer can produce or decode, added tokens included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens, by their text."""
+        return self._special
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids [n] of a conversation. `options` are further variables of the template.
+
+        RenderError if the model has no chat template or the template refuses the messages.
+        """
+        spelled = self._spelled((messages, tools))
+        if not spelled:
+            text = self.render_text(messages, tools, add_generation_prompt, options=options)
+            return self._ids(self._tokenizer, text)
+        # A mark that no template touches stands for each special token a caller spelled; once the template
+        # has run, what is still spelled out was written by the template itself, and gets its guarded name.
+        guarded, names = self._guard()
+        nonce = secrets.token_hex(8)
+        marks = {token: f"\ue000{nonce}{index}\ue001" for index, token in enumerate(spelled)}
+        marked_messages = _replace(messages, marks)
+        marked_tools = _replace(tools, marks) if tools else None
+        text = self.render_text(marked_messages, marked_tools, add_generation_prompt, options=options)
+        text = _replace_all(text, names)
+        text = _replace_all(text, {mark: token for token, mark in marks.items()})
+        return self._ids(guarded, text)
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the chat template makes of a conversation, for a person to read."""
+        template = self._template(bool(tools))
+        named = {name: self._named(name) for name in _NAMED_TOKENS if self._named(name) is not None}
+        try:
+            return template.render(
+                messages=messages,
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **named,
+                **(options or {}),
+            )
+        except jinja2.TemplateError as error:
+            raise RenderError(f"the chat template refused the messages: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RenderError(f"the chat template failed on the messages: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids [n] of a text, without any special token."""
+        tokenizer = self._guard()[0] if self._spelled(text) else self._tokenizer
+        return self._ids(tokenizer, text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids [n]."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    @staticmethod
+    def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _spelled(self, value: Any) -> list[str]:
+        """Special tokens that occur in any string within `value`, longest first."""
+        texts = list(_strings(value))
+        found = [token for token in self._special if any(token in text for text in texts)]
+        return sorted(found, key=len, reverse=True)
+
+    def _guard(self) -> tuple[Tokenizer, dict[str, str]]:
+        """A tokenizer with the same ids in which special tokens have names that nobody can spell."""
+        if self._guarded is None:
+            nonce = secrets.token_hex(8)
+            ordered = sorted(self._special, key=len, reverse=True)
+            names = {token: f"<|{nonce}:{self._special[token]}|>" for token in ordered}
+            guarded = _load(json.dumps(_rename(json.loads(self._source), names)).encode())
+            for token, name in names.items():
+                if guarded.token_to_id(name) != self._special[token]:
+                    raise RenderError(f"special token {token!r} has no stable id in {TOKENIZER_FILE}")
+            self._guarded = guarded, names
+        return self._guarded
+
+    def _template(self, with_tools: bool) -> jinja2.Template:
+        if not self._templates:
+            raise RenderError("the model has no chat template; give token ids or plain text instead")
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RenderError(f"the model has no default chat template, only {sorted(self._templates)}")
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = self._environment.from_string(self._templates[name])
+            except jinja2.TemplateError as error:
+                raise RenderError(f"the chat template does not parse: {error}") from error
+        return self._compiled[name]
+
+    def _named(self, name: str) -> str | None:
+        value = self._config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    def _find_eos(self, files: Mapping[str, bytes]) -> tuple[int, ...]:
+        ids: list[int] = []
+        eos = self._named("eos_token")
+        if eos is not None and (token_id := self._tokenizer.token_to_id(eos)) is not None:
+            ids.append(token_id)
+        for name in (GENERATION_FILE, MODEL_FILE):
+            value = _json(files, name).get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(ids))
+
+
+def _load(source: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(source.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    value = json.loads(files[name]) if name in files else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; a model's only one is `default`."""
+    if TEMPLATE_FILE in files:
+        return {"default": files[TEMPLATE_FILE].decode()}
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {str(name): str(text) for name, text in value.items()}
+    return {str(item["name"]): str(item["template"]) for item in value or ()}
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from _strings(item)
+
+
+def _replace(value: Any, table: Mapping[str, str]) -> Any:
+    """`value` with the table's texts replaced in every string within it, keys included."""
+    if isinstance(value, str):
+        return _replace_all(value, table)
+    if isinstance(value, Mapping):
+        return {_replace(key, table): _replace(item, table) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace(item, table) for item in value]
+    return value
+
+
+def _replace_all(text: str, table: Mapping[str, str]) -> str:
+    for old, new in table.items():
+        text = text.replace(old, new)
+    return text
+
+
+def _rename(tokenizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """tokenizer.json with special tokens renamed in the added tokens and in the model's vocabulary."""
+    for token in tokenizer.get("added_tokens", ()):
+        token["content"] = names.get(token["content"], token["content"])
+    model = tokenizer["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    # It names special tokens too, and is not used: nothing is added around what is encoded here.
+    tokenizer["post_processor"] = None
+    return tokenizer

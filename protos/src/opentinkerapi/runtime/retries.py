@@ -1,0 +1,60 @@
+"""Which calls gRPC itself may send again, as data (a gRPC service config).
+
+Only UNAVAILABLE is retried, and only for calls that are safe to repeat: reads, and requests that carry a
+`request_id` (a server answers their replay with the first answer). The list of methods is data beside this
+module, written by `derive` from the descriptors; a test keeps the two equal. So a channel needs no generated
+module, and clients in other languages can use the same file.
+"""
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
+
+READ_VERBS = ("Get", "List", "Watch", "Score", "Tokenize", "Detokenize", "Render")
+
+POLICY = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+
+
+@cache
+def service_config() -> str:
+    """The service config of every channel, as JSON text."""
+    return (files("opentinkerapi.runtime") / "retries.json").read_text()
+
+
+def derive(services: Iterable[ServiceDescriptor]) -> str:
+    """The service config for these services, as JSON text with one method a line."""
+    names = [
+        {"service": service.full_name, "method": method.name}
+        for service in sorted(services, key=lambda service: service.full_name)
+        for method in sorted(service.methods, key=lambda method: method.name)
+        if repeatable(method)
+    ]
+    config = {"methodConfig": [{"name": names, "retryPolicy": POLICY}]} if names else {}
+    return json.dumps(config, indent=1) + "\n"
+
+
+def repeatable(method: MethodDescriptor) -> bool:
+    """Whether a call of this method may be sent again without harm."""
+    if method.client_streaming:
+        # Sent again only by who knows what arrived: the caller, under the same seq and request id.
+        return False
+    return method.name.startswith(READ_VERBS) or _has_request_id(method.input_type)
+
+
+def _has_request_id(message: Descriptor) -> bool:
+    for field in message.fields:
+        if field.name == "request_id":
+            return True
+        header = field.name == "header" and field.type == FieldDescriptor.TYPE_MESSAGE
+        if header and field.message_type is not None and "request_id" in field.message_type.fields_by_name:
+            return True
+    return False

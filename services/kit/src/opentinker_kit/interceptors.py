@@ -1,0 +1,200 @@
+"""What happens around every call: who calls, what is required, how it failed, one log line.
+
+One interceptor wraps the four kinds of handlers, so that the order cannot be got wrong: authorize (before the
+request is parsed), bind the call's ids for logging, check sizes and required fields, run the handler, turn
+what it raised into a status.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+
+from opentinker_kit.auth import AuthPolicy, Principal, set_principal
+from opentinker_kit.errors import ServiceError, internal_error, new_error_id
+from opentinker_kit.required import check_required
+from opentinkerapi.runtime.channels import MAX_MESSAGE_BYTES
+from opentinkerapi.runtime.reasons import CATALOGUE, Reason
+from opentinkerapi.runtime.status import DETAILS_KEY
+
+log = structlog.get_logger()
+
+REQUEST_ID = "x-request-id"
+"""Metadata with an id that the caller gave the call, for finding it in logs."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_QUIET = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+"""Methods that are logged only when they fail."""
+
+
+class _TooLarge:
+    """Stands for a request that was not parsed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """See the module's text."""
+
+    def __init__(self, auth: AuthPolicy) -> None:
+        self._auth = auth
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        method = handler_call_details.method
+        try:
+            principal = self._auth.authorize(method, handler_call_details.invocation_metadata or ())
+        except ServiceError as error:
+            return _refusal(error)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return _refusal(ServiceError(Reason.UNIMPLEMENTED, f"this server has no method {method}"))
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        return _wrap(handler, _Call(method, principal, str(metadata.get(REQUEST_ID, ""))))
+
+
+class _Call:
+    """One call, from its handler's start to its end."""
+
+    def __init__(self, method: str, principal: Principal, request_id: str) -> None:
+        self.method = method
+        self._principal = principal
+        self._request_id = request_id or secrets.token_hex(6)
+
+    @contextlib.asynccontextmanager
+    async def around(self, context: Any) -> AsyncIterator[None]:
+        """Bind the call's ids, run its body, answer with a status if it raises, log how it ended."""
+        set_principal(self._principal)
+        structlog.contextvars.bind_contextvars(method=self.method, call=self._request_id)
+        start = time.perf_counter()
+        failure: ServiceError | None = None
+        outcome = "OK"
+        try:
+            yield
+        except ServiceError as error:
+            failure, outcome = error, error.reason
+        except grpc.aio.AbortError:
+            outcome = "ABORTED_BY_HANDLER"
+            raise
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        except NotImplementedError:
+            failure = ServiceError(Reason.UNIMPLEMENTED, f"{self.method} is not available on this server")
+            outcome = failure.reason
+        except Exception:
+            error_id = new_error_id()
+            failure, outcome = internal_error(error_id), "INTERNAL"
+            log.exception("call failed unexpectedly", error_id=error_id)
+        finally:
+            self._log(outcome, failure, time.perf_counter() - start)
+        if failure is not None:
+            await abort(context, failure)
+
+    def _log(self, outcome: str, failure: ServiceError | None, seconds: float) -> None:
+        fields: dict[str, object] = {"outcome": str(outcome), "ms": round(seconds * 1000, 1)}
+        if failure is not None:
+            log.info("call", message=failure.message, **fields)
+        elif not self.method.startswith(_QUIET):
+            log.debug("call", **fields)
+
+
+async def abort(context: Any, error: ServiceError) -> None:
+    """End a call with this error and its details."""
+    status = error.to_status()
+    await context.abort(
+        error.code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
+    )
+
+
+def check_request(request: Any) -> Any:
+    """The request, if it was parsed and all that is required is there; otherwise a ServiceError."""
+    if isinstance(request, _TooLarge):
+        text = CATALOGUE[Reason.MESSAGE_TOO_LARGE].message
+        raise ServiceError(
+            Reason.MESSAGE_TOO_LARGE,
+            f"{text} (it has {request.size} bytes)",
+            metadata={"bytes": request.size},
+        )
+    check_required(request)
+    return request
+
+
+def _refusal(error: ServiceError) -> Handler:
+    """A handler of any kind of call that answers with an error and parses nothing."""
+
+    async def refuse(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        await abort(context, error)
+        yield b""
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _wrap(handler: Any, call: _Call) -> Handler:
+    deserialize = _bounded(handler.request_deserializer)
+    serialize = handler.response_serializer
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(
+            _streaming(handler.stream_stream, call, _checked), deserialize, serialize
+        )
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(
+            _streaming(handler.unary_stream, call, check_request), deserialize, serialize
+        )
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(
+            _single(handler.stream_unary, call, _checked), deserialize, serialize
+        )
+    return grpc.unary_unary_rpc_method_handler(
+        _single(handler.unary_unary, call, check_request), deserialize, serialize
+    )
+
+
+def _single(behavior: Any, call: _Call, check: Callable[[Any], Any]) -> Any:
+    async def run(request: Any, context: Any) -> Any:
+        async with call.around(context):
+            return await behavior(check(request), context)
+
+    return run
+
+
+def _streaming(behavior: Any, call: _Call, check: Callable[[Any], Any]) -> Any:
+    # A handler is an async generator, or a coroutine that writes to the context.
+    async def run(request: Any, context: Any) -> AsyncIterator[Any]:
+        async with call.around(context):
+            result = behavior(check(request), context)
+            if not hasattr(result, "__aiter__"):
+                await result
+                return
+            async with contextlib.aclosing(result):
+                async for response in result:
+                    yield response
+
+    return run
+
+
+async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield check_request(request)
+
+
+def _bounded(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that leaves messages over the limit unparsed, so that the refusal says what to do."""
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        return _TooLarge(len(data)) if len(data) > MAX_MESSAGE_BYTES else deserialize(data)
+
+    return parse

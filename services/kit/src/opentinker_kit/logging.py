@@ -1,0 +1,46 @@
+"""Logs: one JSON object a line on standard error, with the ids of the call that a line belongs to."""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+from opentinker_kit.settings import ServerSettings
+
+
+def configure_logging(settings: ServerSettings, service: str = "") -> None:
+    """Send structlog's and the standard library's records to standard error, as JSON or for people to
+    read.
+    """
+    level = logging.getLevelNamesMapping().get(settings.log_level.upper())
+    if level is None:
+        raise ValueError(
+            f"log_level {settings.log_level!r} is none of {sorted(logging.getLevelNamesMapping())}"
+        )
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if settings.log_json:
+        final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        final = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=[*shared, *final],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+        )
+    )
+    logging.basicConfig(level=max(level, logging.INFO), handlers=[handler], force=True)
+    names = {"service": service, "instance": settings.instance_id}
+    structlog.contextvars.bind_contextvars(**{key: value for key, value in names.items() if value})
