@@ -11,7 +11,16 @@ import pytest
 FOLDER = Path(__file__).resolve().parent / "typescript"
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 # 64-bit integers as strings: a JavaScript number holds 53 bits.
-OPTIONS = "outputServices=grpc-js,esModuleInterop=true,forceLong=string,env=node,importSuffix=.js,oneof=unions-value"
+OPTIONS = ",".join(
+    (
+        "outputServices=grpc-js",
+        "env=node",
+        "esModuleInterop=true",
+        "forceLong=string",
+        "importSuffix=.js",
+        "oneof=unions-value",
+    )
+)
 
 
 @pytest.fixture(scope="session")
