@@ -1,0 +1,95 @@
+"""Environments: what an agent acts in. Defining one needs neither grpc nor numpy nor torch.
+
+    class GuessNumber(Environment):
+        def reset(self, *, seed, task): return Observation("Guess a number from 1 to 9.")
+        def step(self, action): return StepResult(reward=float(action.text == "5"), terminated=True)
+
+Playing one (`sources`, `session`, `hosted`) is imported on first use only.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from opentinker.environments.base import Environment, EnvironmentClass, EnvironmentInfo, Task, describe
+from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
+from opentinker.environments.errors import (
+    EnvironmentDefinitionError,
+    InvalidEpisodeData,
+    InvalidOptions,
+    InvalidReward,
+)
+from opentinker.environments.rewards import Reward, RewardKind, RewardStatus, RewardSum
+from opentinker.environments.single_turn import single_turn
+from opentinker.environments.types import AGENT, Action, EndReason, EpisodeResult, Observation, StepResult
+
+if TYPE_CHECKING:
+    from opentinker.environments.hosted import HostedEnvironment, HostedSession
+    from opentinker.environments.session import EnvironmentSession, LocalSession, end_reason_of
+    from opentinker.environments.sources import (
+        EnvironmentSource,
+        EnvironmentSpec,
+        LocalEnvironment,
+        environment_source,
+    )
+
+_LAZY = {
+    "EnvironmentSession": "session",
+    "LocalSession": "session",
+    "end_reason_of": "session",
+    "HostedEnvironment": "hosted",
+    "HostedSession": "hosted",
+    "EnvironmentSource": "sources",
+    "EnvironmentSpec": "sources",
+    "LocalEnvironment": "sources",
+    "environment_source": "sources",
+}
+
+__all__ = [
+    "AGENT",
+    "Action",
+    "Array",
+    "Content",
+    "EndReason",
+    "Environment",
+    "EnvironmentClass",
+    "EnvironmentDefinitionError",
+    "EnvironmentInfo",
+    "EnvironmentSession",
+    "EnvironmentSource",
+    "EnvironmentSpec",
+    "EpisodeResult",
+    "HostedEnvironment",
+    "HostedSession",
+    "Image",
+    "InvalidEpisodeData",
+    "InvalidOptions",
+    "InvalidReward",
+    "Json",
+    "LocalEnvironment",
+    "LocalSession",
+    "Message",
+    "Observation",
+    "Part",
+    "Reward",
+    "RewardKind",
+    "RewardStatus",
+    "RewardSum",
+    "StepResult",
+    "Task",
+    "Text",
+    "ToolCall",
+    "describe",
+    "end_reason_of",
+    "environment_source",
+    "single_turn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,129 @@
+"""The class that users write, and what is read off it without playing it."""
+
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
+from opentinker.environments.rewards import Reward
+from opentinker.environments.types import AGENT, Action, Observation, StepResult
+
+Task = Mapping[str, Any]
+
+
+class Environment:
+    """One game, problem or tool box; an instance plays one episode and is then thrown away.
+
+    Write `reset` and `step`, plain or `async`. What `__init__` takes are the environment's options.
+    Everything random is drawn from `seed`, so that the same seed, task and actions give the same episode:
+    that is how an episode survives the death of its process. An environment that cannot promise this sets
+    `deterministic = False`.
+    """
+
+    version: ClassVar[str] = "1"
+    """Version of its code."""
+    max_turns: ClassVar[int] = 0
+    """Turns after which it ends by itself; 0 where it does not."""
+    deterministic: ClassVar[bool] = True
+    """The same seed, task and actions give the same episode."""
+    splits: ClassVar[tuple[str, ...]] = ()
+    """Splits for which `tasks` gives a list."""
+    agents: ClassVar[tuple[str, ...]] = (AGENT,)
+    """Who plays."""
+    awaits: ClassVar[bool] = False
+    """A plain method returns an awaitable; set by factories only (`async def` is seen without it)."""
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation | Awaitable[Observation]:
+        """Start the episode; returns the first observation. Called once. `task` is empty where `tasks` gives
+        none.
+        """
+        raise NotImplementedError
+
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
+        """Apply what the model said. What the model got wrong is an observation for it, not an exception."""
+        raise NotImplementedError
+
+    def tasks(self, split: str) -> Sequence[Task] | None:
+        """The tasks of a split, each a JSON object; None where tasks are drawn from the seed in `reset`.
+
+        Called on an instance with the options of the run; may be a classmethod.
+        """
+        return None
+
+    def finalize(self) -> Reward | float | Awaitable[Reward | float | None] | None:
+        """The return of the whole episode, where it is known only at its end; None: the sum of the rewards."""
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers about the episode for the logs, asked for at its end."""
+        return {}
+
+    def close(self) -> Awaitable[None] | None:
+        """Free what the episode held. Called once, whatever ended the episode."""
+        return None
+
+
+EnvironmentClass = type[Environment]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentInfo:
+    """What an environment says about itself. `name` is the hosted name, or the class's."""
+
+    name: str
+    description: str = ""
+    version: str = "1"
+    max_turns: int = 0
+    deterministic: bool = True
+    splits: tuple[str, ...] = ()
+
+
+def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
+    """Read the class attributes and check them. EnvironmentDefinitionError says what cannot be played."""
+    check_class(cls)
+    return EnvironmentInfo(
+        name=name or cls.__name__,
+        description=inspect.cleandoc(cls.__doc__ or ""),
+        version=str(cls.version),
+        max_turns=int(cls.max_turns),
+        deterministic=bool(cls.deterministic),
+        splits=tuple(cls.splits),
+    )
+
+
+def check_class(cls: object) -> None:
+    """EnvironmentDefinitionError unless `cls` is an environment that this version can play."""
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise EnvironmentDefinitionError(
+            f"{cls!r} is no environment: give a subclass of opentinker.Environment, not an instance"
+        )
+    missing = [name for name in ("reset", "step") if getattr(cls, name) is getattr(Environment, name)]
+    if missing:
+        raise EnvironmentDefinitionError(f"{cls.__name__} does not define {' and '.join(missing)}")
+    if tuple(cls.agents) != (AGENT,):
+        raise EnvironmentDefinitionError(
+            f"{cls.__name__} names the agents {list(cls.agents)}: multi-agent episodes are not supported "
+            "yet; leave `agents` at its default"
+        )
+
+
+def check_options(cls: EnvironmentClass, options: Mapping[str, Any]) -> None:
+    """InvalidOptions if `__init__` does not take these options or lacks one."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        allowed = ", ".join(signature.parameters) or "none"
+        raise InvalidOptions(f"options of {cls.__name__}: {error}; allowed: {allowed}") from None
+
+
+def make(cls: EnvironmentClass, options: Mapping[str, Any]) -> Environment:
+    """A fresh instance for one episode (or to ask for tasks)."""
+    check_options(cls, options)
+    return cls(**options)
+
+
+def is_async(cls: EnvironmentClass) -> bool:
+    """Whether its steps are coroutines, which may wait without holding a thread."""
+    return cls.awaits or inspect.iscoroutinefunction(cls.step) or inspect.iscoroutinefunction(cls.reset)

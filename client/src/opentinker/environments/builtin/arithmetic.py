@@ -1,0 +1,92 @@
+"""Add and subtract two numbers in one turn."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from opentinker.environments.base import Environment, Task
+from opentinker.environments.builtin.draws import draw
+from opentinker.environments.errors import InvalidEpisodeData, InvalidOptions
+from opentinker.environments.types import Action, Observation, StepResult
+
+OPERATORS = ("+", "-")
+TEST_SIZE = 200
+
+# A minus directly after a number is the operator: "50-28" ends on 28, "50-78=-28" on -28.
+_NUMBER = re.compile(r"(?:(?<![\d.])(?<![\d.] )[-−])?\d+(?:\.\d+)?")
+
+
+class Arithmetic(Environment):
+    """Compute a + b or a − b; the reward is 1 if the last integer of the answer is right, otherwise 0.
+
+    Operands are uniform from `min` to `max`. Training problems are drawn from the seed; the split "test" is a
+    fixed set of held-out problems that training never draws.
+    """
+
+    max_turns: ClassVar[int] = 1
+    splits: ClassVar[tuple[str, ...]] = ("test",)
+
+    def __init__(self, min: int = 2, max: int = 99) -> None:
+        if not 0 <= min < max <= 10**9:
+            raise InvalidOptions(f"arithmetic needs 0 <= min < max <= 10**9, not min={min}, max={max}")
+        self._min = min
+        self._span = max - min + 1
+        self._answer = 0
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        a, operator, b = _read(task) if task else self._draw(seed)
+        self._answer = a + b if operator == "+" else a - b
+        return Observation(f"{a} {operator} {b} =")
+
+    def step(self, action: Action) -> StepResult:
+        given = last_integer(action.text)
+        info = {"answer": self._answer, "given": given}
+        return StepResult(reward=float(given == self._answer), terminated=True, info=info)
+
+    def tasks(self, split: str) -> Sequence[Task] | None:
+        if split != "test":
+            return None
+        return [{"a": a, "op": operator, "b": b} for a, operator, b in self._held_out()]
+
+    def _draw(self, seed: int) -> tuple[int, str, int]:
+        held_out = set(self._held_out())
+        attempt = 0
+        while (problem := self._problem(seed, f"arithmetic:{attempt}")) in held_out:
+            attempt += 1
+        return problem
+
+    def _held_out(self) -> Iterator[tuple[int, str, int]]:
+        """The test problems: as many as there are, but at most a quarter of all."""
+        size = min(TEST_SIZE, self._span * self._span * len(OPERATORS) // 4)
+        seen: set[tuple[int, str, int]] = set()
+        index = 0
+        while len(seen) < size:
+            problem = self._problem(index, "arithmetic:test")
+            index += 1
+            if problem not in seen:
+                seen.add(problem)
+                yield problem
+
+    def _problem(self, seed: int, purpose: str) -> tuple[int, str, int]:
+        index = draw(seed, purpose, self._span * self._span * len(OPERATORS))
+        index, which = divmod(index, len(OPERATORS))
+        a, b = divmod(index, self._span)
+        return self._min + a, OPERATORS[which], self._min + b
+
+
+def last_integer(text: str) -> int | None:
+    """The last number in a text if it is an integer."""
+    numbers = _NUMBER.findall(text)
+    if not numbers or "." in numbers[-1]:
+        return None
+    return int(numbers[-1].replace("−", "-"))
+
+
+def _read(task: Mapping[str, Any]) -> tuple[int, str, int]:
+    try:
+        a, operator, b = task["a"], task["op"], task["b"]
+    except KeyError as missing:
+        raise InvalidEpisodeData(f"a task of arithmetic has a, op and b; {missing} is missing") from None
+    if operator not in OPERATORS or not isinstance(a, int) or not isinstance(b, int):
+        raise InvalidEpisodeData(f"a task of arithmetic is two integers and + or -, not {dict(task)}")
+    return a, operator, b

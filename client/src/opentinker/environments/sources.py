@@ -1,0 +1,126 @@
+"""Where episodes come from: a class played in this process, or a name played on env_host."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+
+from opentinker.environments.base import (
+    EnvironmentClass,
+    EnvironmentInfo,
+    Task,
+    check_options,
+    describe,
+    make,
+)
+from opentinker.environments.content import plain_json
+from opentinker.environments.hosted import HostedEnvironment, list_hosted
+from opentinker.environments.session import EnvironmentSession, LocalSession, typed_error
+from opentinkerapi.runtime.reasons import Reason
+
+EnvironmentSpec = EnvironmentClass | str
+"""A class, or the name of a hosted environment ("guess_number" or "hosted:guess_number")."""
+
+STEP_TIMEOUT_S = 30.0
+HOSTED_PREFIX = "hosted:"
+
+
+class EnvironmentSource(Protocol):
+    """Opens episodes of one environment with fixed options."""
+
+    @property
+    def info(self) -> EnvironmentInfo:
+        """What the environment says about itself."""
+        ...
+
+    async def tasks(self, split: str) -> Sequence[Task] | None:
+        """The tasks of a split; None where `reset` draws them from the seed."""
+        ...
+
+    async def open_group(
+        self, *, task: Mapping[str, Any], seed: int, size: int, request_id: str = ""
+    ) -> tuple[EnvironmentSession, ...]:
+        """Open `size` episodes of one task with one environment seed, without beginning them."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything that is open."""
+        ...
+
+
+class LocalEnvironment:
+    """A source of episodes played in this process."""
+
+    def __init__(
+        self,
+        cls: EnvironmentClass,
+        options: Mapping[str, Any] | None = None,
+        *,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        self.info = describe(cls)
+        self._options = dict(options or {})
+        check_options(cls, self._options)
+        self._cls = cls
+        self._step_timeout_s = step_timeout_s
+
+    async def tasks(self, split: str) -> Sequence[Task] | None:
+        environment = make(self._cls, self._options)
+        return await asyncio.to_thread(environment.tasks, split)
+
+    async def open_group(
+        self, *, task: Mapping[str, Any], seed: int, size: int, request_id: str = ""
+    ) -> tuple[EnvironmentSession, ...]:
+        group = uuid.uuid4().hex[:12]
+        plain = plain_json(task, "task")
+        return tuple(
+            LocalSession(
+                self._cls,
+                seed=seed,
+                task=plain,
+                options=self._options,
+                step_timeout_s=self._step_timeout_s,
+                episode=f"episodes/local-{group}-{member}",
+            )
+            for member in range(size)
+        )
+
+    async def close(self) -> None:
+        """Nothing outlives the sessions here."""
+
+
+async def environment_source(
+    env: EnvironmentSpec,
+    options: Mapping[str, Any] | None = None,
+    *,
+    channel: grpc.aio.Channel | None = None,
+    job_token: str = "",
+    step_timeout_s: float = STEP_TIMEOUT_S,
+) -> EnvironmentSource:
+    """The source for what a user passed as `env`.
+
+    A class is played here; a string names an environment of the env_host behind `channel`. Raises
+    EnvironmentDefinitionError and InvalidOptions for a class that cannot be played, UnknownEnvironment
+    (listing what is hosted) for a name.
+    """
+    if not isinstance(env, str):
+        return LocalEnvironment(env, options, step_timeout_s=step_timeout_s)
+    name = env.removeprefix(HOSTED_PREFIX)
+    if channel is None:
+        raise typed_error(
+            Reason.UNKNOWN_ENVIRONMENT,
+            f"{env!r} names a hosted environment, and this cluster has no env_host; pass the class instead",
+            field="env",
+        )
+    hosted = await list_hosted(channel)
+    if name not in hosted:
+        raise typed_error(
+            Reason.UNKNOWN_ENVIRONMENT,
+            f"no environment {name!r} is hosted here; known: {', '.join(sorted(hosted)) or 'none'}",
+            field="env",
+        )
+    return HostedEnvironment(
+        channel, hosted[name], options or {}, step_timeout_s=step_timeout_s, job_token=job_token
+    )
