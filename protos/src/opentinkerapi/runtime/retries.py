@@ -2,16 +2,20 @@
 
 Only UNAVAILABLE is retried, and only for calls that are safe to repeat: reads, and requests that carry a
 `request_id` (a server answers their replay with the first answer). The list of methods is data beside this
-module, written by `derive` from the descriptors; a test keeps the two equal. So a channel needs no generated
-module, and clients in other languages can use the same file.
+module, derived from the descriptors (`python -m opentinkerapi.runtime.retries`; a test keeps it fresh). So a
+channel needs no generated module, and clients in other languages can use the same file.
 """
 
+import importlib
 import json
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
+
+import opentinkerapi
 
 READ_VERBS = ("Get", "List", "Watch", "Score", "Tokenize", "Detokenize", "Render")
 
@@ -31,7 +35,7 @@ def service_config() -> str:
 
 
 def derive(services: Iterable[ServiceDescriptor]) -> str:
-    """The service config for these services, as JSON text with one method a line."""
+    """The service config for these services, as JSON text."""
     names = [
         {"service": service.full_name, "method": method.name}
         for service in sorted(services, key=lambda service: service.full_name)
@@ -58,3 +62,17 @@ def _has_request_id(message: Descriptor) -> bool:
         if header and field.message_type is not None and "request_id" in field.message_type.fields_by_name:
             return True
     return False
+
+
+def all_services() -> list[ServiceDescriptor]:
+    """Every service of the API."""
+    services: list[ServiceDescriptor] = []
+    for root in opentinkerapi.__path__:
+        for path in sorted(Path(root).rglob("*_pb2.py")):
+            name = ".".join(("opentinkerapi", *path.relative_to(root).with_suffix("").parts))
+            services += importlib.import_module(name).DESCRIPTOR.services_by_name.values()
+    return services
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "retries.json").write_text(derive(all_services()))

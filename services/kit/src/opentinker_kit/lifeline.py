@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def watch_lifeline(fd: int, on_eof: Callable[[], None]) -> threading.Thread:
@@ -62,8 +63,7 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
     the process. A parent that died before the call is noticed by the new parent being init, hence the check.
     """
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)

@@ -1,0 +1,29 @@
+"""Help for tests: real servers on free ports, a tiny model, waiting. Not imported by services.
+
+pytest_plugins = ["opentinker_kit.testing.plugin"]
+"""
+
+from opentinker_kit.processes import free_port
+from opentinker_kit.testing.models import build_tiny_qwen3
+from opentinker_kit.testing.servers import (
+    NatsServer,
+    S3Server,
+    running_nats,
+    running_weed,
+    start_nats,
+    start_weed,
+)
+from opentinker_kit.testing.waiting import wait_until, wait_until_sync
+
+__all__ = [
+    "NatsServer",
+    "S3Server",
+    "build_tiny_qwen3",
+    "free_port",
+    "running_nats",
+    "running_weed",
+    "start_nats",
+    "start_weed",
+    "wait_until",
+    "wait_until_sync",
+]
