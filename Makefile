@@ -18,6 +18,7 @@ setup: ## Make .venv with everything in it (ENGINE=transformers where pip finds 
 proto: setup ## Generate protos/gen from the .proto files
 	$(BIN)/buf format --write --path protos/opentinkerapi
 	$(BIN)/python scripts/gen_protos.py
+	$(BIN)/python -m opentinkerapi.runtime.retries
 
 fmt: setup ## Format the code and sort its imports
 	$(BIN)/ruff check --fix --quiet . || true
