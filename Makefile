@@ -21,7 +21,7 @@ proto: setup ## Generate protos/gen from the .proto files
 	$(BIN)/python -m opentinkerapi.runtime.retries
 
 fmt: setup ## Format the code and sort its imports
-	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
 lint: setup ## Style, formats, dependency rules, protos, compose file
