@@ -1,0 +1,290 @@
+"""What happens around a call, seen by a client over a real connection."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import structlog
+import structlog.testing
+
+from opentinker_kit.auth import AuthPolicy, current_principal
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.data.v1 import blob_pb2, prompt_pb2
+from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
+from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from opentinkerapi.run.v1 import blob_service_pb2
+from opentinkerapi.run.v1.blob_service_pb2_grpc import BlobServiceStub
+from opentinkerapi.runtime import errors
+from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2
+from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+from .conftest import CALLER_KEY, SERVICE_KEY, Running, Start
+
+UPLOAD = blob_service_pb2.CreateUploadRequest(sha256="ab", size_bytes=1)
+DOWNLOAD = blob_service_pb2.GetDownloadRequest(blob=blob_pb2.BlobRef(sha256="ab"))
+SAMPLE = inference_service_pb2.SampleRequest(
+    request_id="r1",
+    model=sampling_pb2.ModelRef(base_model="m"),
+    prompt=prompt_pb2.Prompt(chunks=[prompt_pb2.Chunk(tokens=prompt_pb2.TokenChunk(token_ids=b"\0\0\0\0"))]),
+)
+
+
+async def failure(call: Any) -> errors.OpenTinkerError:
+    """The typed error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "__aiter__") and not hasattr(call, "__await__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    return errors.from_rpc_error(caught.value)
+
+
+class TestErrors:
+    async def test_a_service_error_arrives_with_all_its_parts(self, start: Start) -> None:
+        running = await start()
+
+        async def full() -> None:
+            raise ServiceError(
+                Reason.QUOTA_EXCEEDED,
+                "3 of 3 slots are in use",
+                field="size_bytes",
+                metadata={"limit": 3},
+                retry_after_s=1.5,
+                quota=[("projects/default", "3 slots")],
+            )
+
+        running.behavior.upload = full
+        async with running.channel() as channel:
+            error = await failure(BlobServiceStub(channel).CreateUpload(UPLOAD))
+        assert isinstance(error, errors.QuotaExceeded)
+        assert isinstance(error, errors.ResourceExhausted)
+        assert (error.reason, error.field, error.retry_after_s) == (Reason.QUOTA_EXCEEDED, "size_bytes", 1.5)
+        assert error.metadata == {"limit": "3"}
+        assert error.message == "3 of 3 slots are in use"
+
+    async def test_an_unexpected_exception_says_its_id_and_nothing_of_its_text(self, start: Start) -> None:
+        running = await start()
+
+        async def broken() -> None:
+            raise RuntimeError("secret-from-the-database")
+
+        running.behavior.upload = broken
+        with structlog.testing.capture_logs() as logs:
+            async with running.channel() as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await BlobServiceStub(channel).CreateUpload(UPLOAD)
+        error = errors.from_rpc_error(caught.value)
+        assert isinstance(error, errors.InternalError)
+        assert "secret" not in repr(caught.value) + repr(caught.value.trailing_metadata()) + str(error)
+        assert error.error_id
+        assert error.error_id in str(error)
+        assert any(entry.get("error_id") == error.error_id for entry in logs)
+
+    async def test_a_stream_keeps_what_it_sent_before_it_failed(self, start: Start) -> None:
+        running = await start()
+
+        async def lost() -> None:
+            raise ServiceError(Reason.ENGINE_CRASHED)
+
+        running.behavior.sample = lost
+        received = 0
+        async with running.channel() as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in InferenceServiceStub(channel).Sample(SAMPLE):
+                    received += 1
+        assert received == 1
+        assert isinstance(errors.from_rpc_error(caught.value), errors.Unavailable)
+
+    async def test_a_method_that_is_not_built_yet_is_unimplemented(self, start: Start) -> None:
+        running = await start()
+        async with running.channel() as channel:
+            stub = InferenceServiceStub(channel)
+            error = await failure(stub.ListModels(inference_service_pb2.ListModelsRequest()))
+        assert isinstance(error, errors.Unimplemented)
+        assert error.reason == Reason.UNIMPLEMENTED
+
+    async def test_long_texts_are_cut_to_what_trailers_can_carry(self, start: Start) -> None:
+        running = await start()
+
+        async def verbose() -> None:
+            raise ServiceError(
+                Reason.INVALID_FIELD, "x" * 100_000, violations=[(f"f{i}", "y" * 9_000) for i in range(500)]
+            )
+
+        running.behavior.upload = verbose
+        async with running.channel() as channel:
+            error = await failure(BlobServiceStub(channel).CreateUpload(UPLOAD))
+        assert isinstance(error, errors.InvalidArgument)
+        assert error.field == "f0"
+
+    async def test_a_cancelled_call_is_cancelled_in_the_handler(self, start: Start) -> None:
+        running = await start()
+        entered, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            entered.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+
+        running.behavior.sample = wait
+        async with running.channel() as channel:
+            call = InferenceServiceStub(channel).Sample(SAMPLE)
+            await call.read()
+            await entered.wait()
+            call.cancel()
+            async with asyncio.timeout(5):
+                await cancelled.wait()
+
+    async def test_no_server_is_a_connection_error_that_says_so(self, start: Start) -> None:
+        running = await start()
+        await running.server.drain()
+        async with running.channel() as channel:
+            error = await failure(BlobServiceStub(channel).CreateUpload(UPLOAD, timeout=10))
+        assert isinstance(error, errors.Unavailable)
+        assert isinstance(error, ConnectionError)
+        assert error.reason == Reason.CONNECTION_LOST
+
+
+class TestAuth:
+    async def test_a_missing_and_a_wrong_key_are_refused_before_anything_is_parsed(self, start: Start) -> None:
+        running = await start()
+        for key, text in ((None, "missing"), ("guess", "wrong")):
+            async with running.channel(key) as channel:
+                error = await failure(BlobServiceStub(channel).CreateUpload(UPLOAD))
+            assert isinstance(error, errors.Unauthenticated)
+            assert isinstance(error, PermissionError)
+            assert text in error.message
+        assert running.behavior.seen == []
+
+    async def test_streams_are_refused_too(self, start: Start) -> None:
+        running = await start()
+        async with running.channel(None) as channel:
+            error = await failure(InferenceServiceStub(channel).Sample(SAMPLE))
+            assert isinstance(error, errors.Unauthenticated)
+            call = TrainerServiceStub(channel).ForwardBackward(iter([]))
+            assert isinstance(await failure(call), errors.Unauthenticated)
+
+    async def test_a_person_may_not_call_what_is_for_services(self, start: Start) -> None:
+        running = await start()
+        async with running.channel(CALLER_KEY) as channel:
+            error = await failure(BlobServiceStub(channel).GetDownload(DOWNLOAD))
+        assert isinstance(error, errors.PermissionDenied)
+        async with running.channel(SERVICE_KEY) as channel:
+            assert (await BlobServiceStub(channel).GetDownload(DOWNLOAD)).url == "get-here"
+            assert (await BlobServiceStub(channel).CreateUpload(UPLOAD)).url == "put-here"
+
+    async def test_a_method_without_an_entry_is_denied_even_to_services(self, start: Start) -> None:
+        running = await start(auth=AuthPolicy(CALLER_KEY, SERVICE_KEY, {}))
+        async with running.channel(SERVICE_KEY) as channel:
+            error = await failure(BlobServiceStub(channel).CreateUpload(UPLOAD))
+        assert isinstance(error, errors.PermissionDenied)
+
+    async def test_the_handler_knows_who_calls(self, start: Start) -> None:
+        running = await start()
+        seen = []
+
+        async def look() -> None:
+            seen.append(current_principal())
+
+        running.behavior.upload = look
+        async with running.channel(CALLER_KEY, job_token="token") as channel:
+            await BlobServiceStub(channel).CreateUpload(UPLOAD)
+        assert [(who.kind, who.project, who.job_token) for who in seen] == [("caller", "default", "token")]
+        assert "token" not in repr(seen).replace("job_token", "")
+
+
+class TestRequired:
+    async def test_missing_fields_are_named(self, start: Start) -> None:
+        running = await start()
+        async with running.channel() as channel:
+            stub = InferenceServiceStub(channel)
+            error = await failure(stub.Sample(inference_service_pb2.SampleRequest()))
+        assert isinstance(error, errors.RequiredField)
+        assert [path for path, _ in error.violations] == ["request_id", "model", "prompt"]
+        assert running.behavior.seen == []
+
+    async def test_nested_fields_are_named_by_their_path(self, start: Start) -> None:
+        running = await start()
+        request = inference_service_pb2.SampleRequest()
+        request.CopyFrom(SAMPLE)
+        request.model.policy_version.SetInParent()
+        request.prompt.chunks.add().image.token_count = 1
+        async with running.channel() as channel:
+            error = await failure(InferenceServiceStub(channel).Sample(request))
+        assert [path for path, _ in error.violations] == [
+            "model.policy_version.policy",
+            "prompt.chunks[1].image.image",
+        ]
+
+    async def test_every_message_of_a_request_stream_is_checked(self, start: Start) -> None:
+        running = await start()
+        header = operation_pb2.OperationHeader(seq=1, request_id="r")
+        first = trainer_service_pb2.ForwardBackwardRequest()
+        first.chunk.SetInParent()
+        second = trainer_service_pb2.ForwardBackwardRequest(
+            start=trainer_service_pb2.ForwardBackwardStart(header=header)
+        )
+        async with running.channel() as channel:
+            error = await failure(TrainerServiceStub(channel).ForwardBackward(iter([second, first])))
+        assert error.reason == Reason.REQUIRED_FIELD
+        assert "start.header.policy" in dict(error.violations)
+
+
+class TestSize:
+    async def big_call(self, running: Running, size: int) -> errors.OpenTinkerError:
+        request = blob_service_pb2.CreateUploadRequest(sha256="a" * size, size_bytes=1)
+        options = [("grpc.max_send_message_length", -1)]
+        metadata = (("authorization", f"Bearer {CALLER_KEY}"),)
+        address = f"127.0.0.1:{running.server.port}"
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            return await failure(BlobServiceStub(channel).CreateUpload(request, metadata=metadata))
+
+    @pytest.mark.parametrize("mebibytes", [17, 70])
+    async def test_a_large_message_is_told_what_to_do(self, start: Start, mebibytes: int) -> None:
+        running = await start()
+        error = await self.big_call(running, mebibytes << 20)
+        assert isinstance(error, errors.MessageTooLarge)
+        assert "chunks" in error.message
+        assert "BlobRef" in error.message
+        assert running.behavior.seen == []
+
+    async def test_our_own_channel_refuses_it_with_the_same_advice(self, start: Start) -> None:
+        running = await start()
+        request = blob_service_pb2.CreateUploadRequest(sha256="a" * (17 << 20), size_bytes=1)
+        async with running.channel() as channel:
+            error = await failure(BlobServiceStub(channel).CreateUpload(request))
+        assert isinstance(error, errors.MessageTooLarge)
+        assert "BlobRef" in error.message
+
+    async def test_sixteen_mebibytes_pass(self, start: Start) -> None:
+        running = await start()
+        request = blob_service_pb2.CreateUploadRequest(sha256="a" * (16 * 1024 * 1024 - 100), size_bytes=1)
+        async with running.channel() as channel:
+            await BlobServiceStub(channel).CreateUpload(request)
+
+
+async def test_calls_are_logged_with_their_ids(start: Start) -> None:
+    running = await start()
+
+    async def gone() -> None:
+        raise ServiceError(Reason.BLOB_NOT_FOUND)
+
+    running.behavior.upload = gone
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+        async with running.channel() as channel:
+            stub = BlobServiceStub(channel)
+            await failure(stub.CreateUpload(UPLOAD, metadata=(("x-request-id", "call-7"),)))
+    entry = next(entry for entry in logs if entry["event"] == "call")
+    assert json.dumps(entry)
+    assert (entry["outcome"], entry["method"], entry["call"]) == (
+        "BLOB_NOT_FOUND",
+        "/opentinkerapi.run.v1.BlobService/CreateUpload",
+        "call-7",
+    )
