@@ -1,7 +1,7 @@
 # The workflow of this repository; `make help` lists it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-ENGINE ?= vllm
+ENGINE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
@@ -13,7 +13,7 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: ## Make .venv with everything in it (ENGINE=transformers where pip finds no CPU build of torch)
-	@$(PYTHON) scripts/setup_env.py --engine $(ENGINE) --venv $(VENV)
+	@$(PYTHON) scripts/setup_env.py $(if $(ENGINE),--engine $(ENGINE)) --venv $(VENV)
 
 proto: setup ## Generate protos/gen from the .proto files
 	$(BIN)/buf format --write --path protos/opentinkerapi

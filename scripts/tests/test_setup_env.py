@@ -64,6 +64,7 @@ def test_nothing_is_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert setup_env.main(["--venv", venv]) == 0
     assert ran == ["vllm"]
     assert setup_env.main(["--venv", venv, "--engine", "transformers"]) == 0
+    assert setup_env.main(["--venv", venv]) == 0, "the engine that was chosen stays chosen"
     assert ran == ["vllm", "transformers"]
 
 
