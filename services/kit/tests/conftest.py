@@ -59,9 +59,7 @@ class _Inference(inference_service_pb2_grpc.InferenceServiceServicer):
     def __init__(self, behavior: Behavior) -> None:
         self._behavior = behavior
 
-    async def Sample(
-        self, request: Any, context: Any
-    ) -> AsyncIterator[inference_service_pb2.SampleResponse]:
+    async def Sample(self, request: Any, context: Any) -> AsyncIterator[inference_service_pb2.SampleResponse]:
         self._behavior.seen.append(request)
         yield inference_service_pb2.SampleResponse()
         await self._behavior.sample()

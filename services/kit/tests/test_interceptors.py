@@ -153,7 +153,9 @@ class TestErrors:
 
 
 class TestAuth:
-    async def test_a_missing_and_a_wrong_key_are_refused_before_anything_is_parsed(self, start: Start) -> None:
+    async def test_a_missing_and_a_wrong_key_are_refused_before_anything_is_parsed(
+        self, start: Start
+    ) -> None:
         running = await start()
         for key, text in ((None, "missing"), ("guess", "wrong")):
             async with running.channel(key) as channel:

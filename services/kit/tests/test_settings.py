@@ -38,7 +38,12 @@ def test_nested_settings_can_be_completed_by_the_environment(
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [('{"wrokers": 2}', "wrokers"), ("[1]", "one JSON object"), ("{", "no JSON"), ('{"listen_port": 70000}', "65535")],
+    [
+        ('{"wrokers": 2}', "wrokers"),
+        ("[1]", "one JSON object"),
+        ("{", "no JSON"),
+        ('{"listen_port": 70000}', "65535"),
+    ],
 )
 def test_wrong_settings_end_the_start_with_a_readable_text(
     content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -28,6 +28,8 @@ from opentinkerapi.runtime.reasons import Reason
 
 IF_NONE_MATCH = {"If-None-Match": "*"}
 _CHECKSUM = "x-amz-checksum-sha256"
+_PART_BYTES = 32 * 1024 * 1024
+"""Larger objects travel in parts of this size, each held in memory."""
 _MISSING = ("NoSuchKey", "NoSuchObject", "NoSuchVersion")
 _FULL = ("XMinioStorageFull", "InsufficientStorage", "EntityTooLarge", "QuotaExceeded")
 _FULL_TEXTS = (
@@ -104,14 +106,18 @@ class ObjectStore(Protocol):
 class S3ObjectStore:
     """Any S3-compatible server. The SDK blocks, so it runs in threads."""
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, *, patience: int = 5) -> None:
+        """`patience` is how often a call that gets no answer is tried again: 5 times take about 6 s."""
         self._bucket = settings.bucket
         self._http = urllib3.PoolManager(
             maxsize=16,
             timeout=urllib3.Timeout(connect=2.0, read=60.0),
-            # About 6 s in all: a restarting server is waited for, a missing one is reported.
+            # A restarting server is waited for, a missing one is reported.
             retries=urllib3.Retry(
-                total=5, backoff_factor=0.2, status_forcelist=(500, 502, 503, 504), raise_on_status=False
+                total=patience,
+                backoff_factor=0.2,
+                status_forcelist=(500, 502, 503, 504),
+                raise_on_status=False,
             ),
         )
         secret = settings.secret_key()
@@ -152,10 +158,14 @@ class S3ObjectStore:
             if isinstance(data, Path):
                 with data.open("rb") as file:
                     size = data.stat().st_size
-                    result = self._client.put_object(self._bucket, key, file, size, content_type=kind)
+                    result = self._client.put_object(
+                        self._bucket, key, file, size, content_type=kind, part_size=_PART_BYTES
+                    )
             else:
                 size = len(data)
-                result = self._client.put_object(self._bucket, key, io.BytesIO(data), size, content_type=kind)
+                result = self._client.put_object(
+                    self._bucket, key, io.BytesIO(data), size, content_type=kind, part_size=_PART_BYTES
+                )
             return ObjectInfo(key, size, (result.etag or "").strip('"'), datetime.now(UTC))
 
         return await self._call(key, run)
@@ -244,7 +254,11 @@ class S3ObjectStore:
                 raise ServiceError(Reason.BLOB_NOT_FOUND, f"there is no object {key}") from None
             if _is_full(error.code or "", error.message or ""):
                 raise _full(key) from error
-            raise
+            raise ServiceError(
+                Reason.STORAGE_UNAVAILABLE,
+                f"the object store refused {key}: {error.code}",
+                metadata={"s3_code": error.code},
+            ) from error
         except ServerError as error:
             raise _http_failure(key, error.status_code, str(error).encode()) from error
         except (urllib3.exceptions.HTTPError, MinioException) as error:

@@ -102,8 +102,8 @@ class Program:
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
-    """End a process and its group: politely, then not."""
-    if process.poll() is None:
+    """End a process and its group: politely where there is time for it, then not."""
+    if grace_s > 0 and process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)

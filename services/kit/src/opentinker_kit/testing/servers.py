@@ -66,7 +66,7 @@ class S3Server:
         wait_for_answer(self.process, program, lambda: self.weed.answers(self.settings.bucket))
 
     def stop(self) -> None:
-        stop(self.process)
+        stop(self.process, grace_s=0)
         self.weed.remove_sockets()
 
 
