@@ -35,12 +35,16 @@ SAMPLE = inference_service_pb2.SampleRequest(
 
 async def failure(call: Any) -> errors.OpenTinkerError:
     """The typed error that a call ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+    async def run() -> None:
         if hasattr(call, "__aiter__") and not hasattr(call, "__await__"):
             async for _ in call:
                 pass
         else:
             await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await run()
     return errors.from_rpc_error(caught.value)
 
 
@@ -92,12 +96,11 @@ class TestErrors:
             raise ServiceError(Reason.ENGINE_CRASHED)
 
         running.behavior.sample = lost
-        received = 0
         async with running.channel() as channel:
+            call = InferenceServiceStub(channel).Sample(SAMPLE)
+            assert await call.read() == inference_service_pb2.SampleResponse()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in InferenceServiceStub(channel).Sample(SAMPLE):
-                    received += 1
-        assert received == 1
+                await call.read()
         assert isinstance(errors.from_rpc_error(caught.value), errors.Unavailable)
 
     async def test_a_method_that_is_not_built_yet_is_unimplemented(self, start: Start) -> None:

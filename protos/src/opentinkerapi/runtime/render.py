@@ -44,7 +44,7 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.ScopedEvalContextModifier(lineno=line, options=[], body=body)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 class ChatTokenizer:
@@ -136,7 +136,7 @@ class ChatTokenizer:
             )
         except jinja2.TemplateError as error:
             raise RenderError(f"the chat template refused the messages: {error}") from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is code of others and may raise anything
             raise RenderError(f"the chat template failed on the messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:

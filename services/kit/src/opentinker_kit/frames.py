@@ -36,6 +36,7 @@ from google.protobuf.message import DecodeError, Message
 
 from opentinker_kit.errors import ServiceError, internal_error, new_error_id
 from opentinker_kit.lifeline import exit_at_eof
+from opentinker_kit.logging import configure
 from opentinkerapi.engine.v1 import frame_pb2
 from opentinkerapi.runtime.reasons import Reason
 
@@ -262,6 +263,7 @@ class EngineServer:
         """Serve until the front closes the socket or dies; then this process group is killed. Never
         returns.
         """
+        configure(service="engine")
         guard_engine()
         asyncio.run(self.serve())
         end_engine()

@@ -10,27 +10,31 @@ from opentinker_kit.settings import ServerSettings
 
 
 def configure_logging(settings: ServerSettings, service: str = "") -> None:
-    """Send structlog's and the standard library's records to standard error, as JSON or for people to
-    read.
+    """Log as a server's settings say; every line names the service and its instance."""
+    configure(settings.log_level, as_json=settings.log_json, service=service, instance=settings.instance_id)
+
+
+def configure(level: str = "INFO", *, as_json: bool = True, **names: str) -> None:
+    """Send structlog's and the standard library's records to standard error, as JSON or for people to read.
+
+    `names` are bound to every line. ValueError if there is no such level.
     """
-    level = logging.getLevelNamesMapping().get(settings.log_level.upper())
-    if level is None:
-        raise ValueError(
-            f"log_level {settings.log_level!r} is none of {sorted(logging.getLevelNamesMapping())}"
-        )
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"log level {level!r} is none of {sorted(logging.getLevelNamesMapping())}")
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    if settings.log_json:
+    if as_json:
         final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         final = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     structlog.configure(
         processors=[*shared, *final],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
@@ -41,6 +45,5 @@ def configure_logging(settings: ServerSettings, service: str = "") -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
         )
     )
-    logging.basicConfig(level=max(level, logging.INFO), handlers=[handler], force=True)
-    names = {"service": service, "instance": settings.instance_id}
+    logging.basicConfig(level=max(number, logging.INFO), handlers=[handler], force=True)
     structlog.contextvars.bind_contextvars(**{key: value for key, value in names.items() if value})
