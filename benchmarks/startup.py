@@ -1,0 +1,60 @@
+"""How long a user waits before anything happens.
+
+`import`: `import opentinker` over `import grpc, numpy`. `stack`: the embedded stack without a model, until it is
+ready, over nats-server and weed alone, until both answer. Every repetition is a new process on new directories.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.results import Result, paired
+
+IMPORT_REPS = 15
+STACK_REPS = 7
+
+
+def _import_seconds(statement: str) -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", statement], check=True)
+    return time.perf_counter() - begin
+
+
+def _stack_seconds() -> float:
+    from opentinker_local import start_stack, stop_stack
+
+    with tempfile.TemporaryDirectory(prefix="ot-bench-") as directory:
+        begin = time.perf_counter()
+        start_stack(Path(directory), owned=False)
+        seconds = time.perf_counter() - begin
+        stop_stack(Path(directory))
+    return seconds
+
+
+def _bare_seconds() -> float:
+    from opentinker_kit.testing import start_nats, start_weed
+
+    with tempfile.TemporaryDirectory(prefix="ot-bench-") as directory:
+        begin = time.perf_counter()
+        with start_nats(Path(directory) / "nats"), start_weed(Path(directory) / "weed"):
+            return time.perf_counter() - begin
+
+
+def run() -> Iterable[Result]:
+    ours, theirs = [], []
+    for repetition in range(IMPORT_REPS + 1):
+        mine, other = _import_seconds("import opentinker"), _import_seconds("import grpc, numpy")
+        if repetition > 0:  # the first fills the page cache
+            ours.append(mine)
+            theirs.append(other)
+    yield paired("startup", "import", ours, theirs, baseline="import grpc, numpy", unit="s")
+    ours, theirs = [], []
+    for repetition in range(STACK_REPS + 1):
+        mine, other = _stack_seconds(), _bare_seconds()
+        if repetition > 0:
+            ours.append(mine)
+            theirs.append(other)
+    yield paired("startup", "stack", ours, theirs, baseline="nats-server and weed alone", unit="s")
