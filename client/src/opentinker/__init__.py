@@ -1,1 +1,144 @@
-"""OpenTinker: train language-model agents by reinforcement learning, from plain Python."""
+"""OpenTinker: train language-model agents by reinforcement learning, from plain Python.
+
+    import opentinker as ot
+
+    with ot.connect() as cluster:
+        result = ot.fit(env="guess_number", model="smollm2-135m-instruct", steps=40)
+        print(ot.run(result.policy, env="guess_number", episodes=50).reward)
+
+Importing this imports next to nothing: each name is loaded when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentinker import errors
+    from opentinker.connection.cluster import Cluster, connect
+    from opentinker.environments import (
+        Action,
+        Content,
+        EndReason,
+        Environment,
+        Message,
+        Observation,
+        Reward,
+        RewardStatus,
+        StepResult,
+        ToolCall,
+        single_turn,
+    )
+    from opentinker.errors import OpenTinkerError
+    from opentinker.loop.evaluation import EvaluationResult
+    from opentinker.loop.fit import FitResult, fit, fit_async
+    from opentinker.loop.loggers import Callback
+    from opentinker.loop.play import RunResult, evaluate, evaluate_async, run, run_async
+    from opentinker.loop.settings import GRPO, Evaluation
+    from opentinker.rollout.agent_loop import Limits
+    from opentinker.rollout.rollouts import Rollouts, rollouts
+    from opentinker.rollout.trajectory import Batch, Group, Trajectory
+    from opentinker.sampling.params import Completion, SamplingParams
+    from opentinker.training import advantages
+    from opentinker.training.losses import PPO, CrossEntropy, ImportanceSampling
+    from opentinker.training.policy import Policy
+    from opentinker.training.samples import TrainSample, TrainSamples, train_samples
+    from opentinker.training.tuning import AdamW, LoRA, ServerOptions
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "connection.cluster": ("Cluster", "connect"),
+    "environments": (
+        "Action",
+        "Content",
+        "EndReason",
+        "Environment",
+        "Message",
+        "Observation",
+        "Reward",
+        "RewardStatus",
+        "StepResult",
+        "ToolCall",
+        "single_turn",
+    ),
+    "errors": ("OpenTinkerError",),
+    "loop.evaluation": ("EvaluationResult",),
+    "loop.fit": ("FitResult", "fit", "fit_async"),
+    "loop.loggers": ("Callback",),
+    "loop.play": ("RunResult", "evaluate", "evaluate_async", "run", "run_async"),
+    "loop.settings": ("GRPO", "Evaluation"),
+    "rollout.agent_loop": ("Limits",),
+    "rollout.rollouts": ("Rollouts", "rollouts"),
+    "rollout.trajectory": ("Batch", "Group", "Trajectory"),
+    "sampling.params": ("Completion", "SamplingParams"),
+    "training.losses": ("PPO", "CrossEntropy", "ImportanceSampling"),
+    "training.policy": ("Policy",),
+    "training.samples": ("TrainSample", "TrainSamples", "train_samples"),
+    "training.tuning": ("AdamW", "LoRA", "ServerOptions"),
+}
+_MODULES = {"advantages": "training.advantages", "environments": "environments", "errors": "errors"}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "GRPO",
+    "PPO",
+    "Action",
+    "AdamW",
+    "Batch",
+    "Callback",
+    "Cluster",
+    "Completion",
+    "Content",
+    "CrossEntropy",
+    "EndReason",
+    "Environment",
+    "Evaluation",
+    "EvaluationResult",
+    "FitResult",
+    "Group",
+    "ImportanceSampling",
+    "Limits",
+    "LoRA",
+    "Message",
+    "Observation",
+    "OpenTinkerError",
+    "Policy",
+    "Reward",
+    "RewardStatus",
+    "Rollouts",
+    "RunResult",
+    "SamplingParams",
+    "ServerOptions",
+    "StepResult",
+    "ToolCall",
+    "TrainSample",
+    "TrainSamples",
+    "Trajectory",
+    "advantages",
+    "connect",
+    "errors",
+    "evaluate",
+    "evaluate_async",
+    "fit",
+    "fit_async",
+    "rollouts",
+    "run",
+    "run_async",
+    "single_turn",
+    "train_samples",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value: Any = import_module(f"{__name__}.{_MODULES[name]}")
+    elif name in _HOME_OF:
+        value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,93 @@
+"""Bytes too large for a message: presigned uploads and downloads, so that the client holds no storage
+credentials.
+"""
+
+import asyncio
+import hashlib
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+
+from opentinker import errors
+from opentinker.connection.calls import PAUSE_S, ControlPlane
+from opentinkerapi.data.v1 import blob_pb2
+from opentinkerapi.run.v1 import blob_service_pb2
+from opentinkerapi.run.v1.blob_service_pb2_grpc import BlobServiceStub
+
+INLINE_MAX_BYTES = 2 * 1024 * 1024
+"""What travels in a message; more is uploaded."""
+
+TRIES = 8
+TIMEOUT_S = 60.0
+
+
+class Blobs:
+    """The object store as clients see it."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+
+    async def upload(self, data: bytes) -> blob_pb2.BlobRef:
+        """Store bytes under their hash; bytes that are there already are not sent again."""
+        request = blob_service_pb2.CreateUploadRequest(
+            sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
+        )
+        for _ in range(TRIES):
+            # Signed anew for each try: a signature that is old or for a store that moved would fail for ever.
+            upload = await self._control.call(lambda channel: BlobServiceStub(channel).CreateUpload(request))
+            if upload.exists:
+                return upload.blob
+            status = await asyncio.to_thread(_put, upload.url, dict(upload.headers), data)
+            # 412: somebody stored the same bytes meanwhile.
+            if status in (200, 201, 204, 412):
+                return upload.blob
+            if status == 507:
+                raise errors.StorageFull(
+                    "the object store is full; nothing was changed", reason=errors.Reason.STORAGE_FULL
+                )
+            await asyncio.sleep(PAUSE_S)
+        raise errors.Unavailable(
+            f"the object store did not take an upload of {len(data)} bytes",
+            reason=errors.Reason.STORAGE_UNAVAILABLE,
+        )
+
+    async def download(self, blob: blob_pb2.BlobRef) -> bytes:
+        """Fetch bytes and check their hash. DataLoss if they are others."""
+        request = blob_service_pb2.GetDownloadRequest(blob=blob)
+        for _ in range(TRIES):
+            signed = await self._control.call(lambda channel: BlobServiceStub(channel).GetDownload(request))
+            data = await asyncio.to_thread(_get, signed.url)
+            if data is not None:
+                if hashlib.sha256(data).hexdigest() != blob.sha256:
+                    raise errors.DataLoss(
+                        f"blob {blob.sha256} has other bytes than its hash says",
+                        reason=errors.Reason.DIGEST_MISMATCH,
+                    )
+                return data
+            await asyncio.sleep(PAUSE_S)
+        raise errors.Unavailable(
+            f"the object store did not give blob {blob.sha256}", reason=errors.Reason.STORAGE_UNAVAILABLE
+        )
+
+
+def _put(url: str, headers: Mapping[str, str], data: bytes) -> int:
+    """The HTTP status of a PUT; 0 where there was none."""
+    request = urllib.request.Request(url, data=data, method="PUT", headers=dict(headers))
+    # urllib would add a form type that is not what was signed.
+    request.add_unredirected_header("Content-Type", headers.get("Content-Type", "application/octet-stream"))
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def _get(url: str) -> bytes | None:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            content: bytes = response.read()
+            return content
+    except OSError:
+        return None

@@ -1,0 +1,369 @@
+"""A cluster as its user holds it: jobs, policies, runs. `connect()` makes one.
+
+with opentinker.connect() as cluster: ...          # or: async with
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import grpc.aio
+
+from opentinker import errors
+from opentinker.connection import stack
+from opentinker.connection.blobs import Blobs
+from opentinker.connection.calls import ControlPlane, answer
+from opentinker.connection.jobs import Job, Link, Role, Watcher
+from opentinker.connection.portal import Pending, Portal
+from opentinker.connection.runs import RunRecord
+from opentinker.training.policy import Policy
+from opentinker.training.tuning import LoRA, ServerOptions
+from opentinkerapi.runtime.channels import open_channel
+from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
+from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from opentinkerapi.trainer.v1 import trainer_service_pb2
+from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+if TYPE_CHECKING:
+    from opentinker.connection.stack import EmbeddedStack
+
+T = TypeVar("T")
+
+FIRST_ANSWER_S = 10.0
+"""How long a cluster that was named may take to answer at all."""
+
+ADDRESS_VARIABLE = "OPENTINKER_ADDRESS"
+KEY_VARIABLE = "OPENTINKER_API_KEY"
+
+_active: list["Cluster"] = []
+_default_lock = threading.Lock()
+
+
+class Cluster:
+    """A connection to a scheduler, and everything opened through it. Leaving it ends its jobs."""
+
+    def __init__(
+        self,
+        portal: Portal,
+        control: ControlPlane,
+        *,
+        embedded: "EmbeddedStack | None" = None,
+        watcher: Watcher | None,
+    ) -> None:
+        self.portal = portal
+        self.control = control
+        self.blobs = Blobs(control)
+        self._embedded = embedded
+        self._watcher = watcher
+        self._jobs: list[Job] = []
+        self._policies: list[Policy] = []
+        self._records: list[RunRecord] = []
+        self._env_channels: dict[str, grpc.aio.Channel] = {}
+        self._failed = False
+        self._closed = False
+
+    # --- what a user does with it -----------------------------------------------------------------------
+
+    def create_policy(
+        self,
+        model: str,
+        *,
+        tuning: LoRA | None = None,
+        seed: int = 0,
+        name: str = "",
+        from_checkpoint: str = "",
+        trainer: ServerOptions | None = None,
+        inference: ServerOptions | None = None,
+        request_id: str | None = None,
+        run: str = "",
+    ) -> Pending[Policy]:
+        """A policy over a base model, in a job of its own with a trainer and an inference slot.
+
+        Waits until the job runs. `seed` draws the initial adapter. Raises UnknownModel, CannotBeSatisfied and
+        others for what the cluster can never give.
+        """
+        chosen = LoRA() if tuning is None else tuning
+        if not isinstance(chosen, LoRA):
+            raise errors.unsupported("tuning", f"{chosen!r}: this version trains LoRA(...) adapters only")
+        slots = [
+            job_pb2.SlotSpec(
+                role=job_pb2.SLOT_ROLE_TRAINER,
+                base_model=model,
+                tuning=job_pb2.TUNING_KIND_LORA,
+                count=1,
+                options=_with_rank(trainer, chosen).to_wire(),
+            ),
+            job_pb2.SlotSpec(
+                role=job_pb2.SLOT_ROLE_INFERENCE,
+                base_model=model,
+                count=1,
+                options=_with_rank(inference, chosen).to_wire(),
+            ),
+        ]
+        spec = job_pb2.Job(display_name=name, kind=job_pb2.JOB_KIND_LORA_RL, slots=slots, run=run)
+        return Pending.of(
+            self.portal,
+            self._create_policy(spec, model, chosen, seed, name, from_checkpoint, request_id),
+        )
+
+    def info(self) -> Pending[scheduler_service_pb2.GetClusterResponse]:
+        """What the cluster has and may start."""
+        return Pending.of(self.portal, self._info())
+
+    def jobs(self, *, page_size: int = 100) -> Pending[list[job_pb2.Job]]:
+        """The newest jobs, whoever made them."""
+
+        async def ask() -> list[job_pb2.Job]:
+            request = scheduler_service_pb2.ListJobsRequest(page_size=page_size)
+            response = await self.control.call(
+                lambda channel: SchedulerServiceStub(channel).ListJobs(request)
+            )
+            return list(response.jobs)
+
+        return Pending.of(self.portal, ask())
+
+    def servers(self) -> Pending[list[job_pb2.Server]]:
+        """The trainer and inference servers that run."""
+
+        async def ask() -> list[job_pb2.Server]:
+            request = scheduler_service_pb2.ListServersRequest()
+            response = await self.control.call(
+                lambda channel: SchedulerServiceStub(channel).ListServers(request)
+            )
+            return list(response.servers)
+
+        return Pending.of(self.portal, ask())
+
+    def wait(self, awaitable: Awaitable[T]) -> T:
+        """Block until something awaitable ends: the way from plain code to anything asynchronous here."""
+
+        async def run() -> T:
+            return await awaitable
+
+        return self.portal.run(run())
+
+    @property
+    def address(self) -> str:
+        """Where its scheduler is."""
+        return self.control.address
+
+    @property
+    def state_dir(self) -> Path | None:
+        """State directory of the embedded stack; None for a cluster elsewhere."""
+        return self._embedded.state_dir if self._embedded is not None else None
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the jobs and, if this started it, the embedded stack. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self in _active:
+            _active.remove(self)
+        try:
+            self.portal.run(self._close(failed))
+        finally:
+            self.portal.close()
+            if self._embedded is not None:
+                self._embedded.stop()
+
+    def __enter__(self) -> Self:
+        _active.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close, failed=kind is not None)
+
+    # --- what the library does with it, on the client's loop ----------------------------------------------
+
+    async def create_run(self, display_name: str, config: Mapping[str, Any], request_id: str) -> RunRecord:
+        """A record of a run."""
+        record = await RunRecord.create(
+            self.control, display_name=display_name, config=config, request_id=request_id
+        )
+        self._records.append(record)
+        return record
+
+    async def env_channel(self) -> grpc.aio.Channel | None:
+        """The channel to the env_host; None where the cluster has none."""
+        address = (await self._info()).env_host_address
+        if not address:
+            return None
+        if address not in self._env_channels:
+            self._env_channels[address] = open_channel(address, key=self.control.key)
+        return self._env_channels[address]
+
+    async def _info(self) -> scheduler_service_pb2.GetClusterResponse:
+        request = scheduler_service_pb2.GetClusterRequest()
+        return await self.control.call(lambda channel: SchedulerServiceStub(channel).GetCluster(request))
+
+    async def _create_policy(
+        self,
+        spec: job_pb2.Job,
+        model: str,
+        tuning: LoRA,
+        seed: int,
+        name: str,
+        from_checkpoint: str,
+        request_id: str | None,
+    ) -> Policy:
+        job = await Job.create(self.control, spec, watcher=self._watcher)
+        self._jobs.append(job)
+        identifier = request_id or f"policy-{uuid.uuid4().hex}"
+
+        async def create(link: Link) -> trainer_service_pb2.CreatePolicyResponse:
+            request = trainer_service_pb2.CreatePolicyRequest(
+                request_id=identifier,
+                job=job.name,
+                attempt=link.attempt,
+                base_model=model,
+                tuning=tuning.to_wire(),
+                seed=seed,
+                display_name=name,
+                from_checkpoint=from_checkpoint,
+            )
+            return await answer(TrainerServiceStub(link.channel).CreatePolicy(request))
+
+        try:
+            made = await job.through(Role.TRAINER, create)
+        except BaseException:
+            self._jobs.remove(job)
+            with contextlib.suppress(errors.OpenTinkerError):
+                await job.cancel()
+            raise
+        policy = Policy(
+            self,
+            self.portal,
+            job,
+            self.blobs,
+            name=made.policy.name,
+            base_model=model,
+            version=made.version.version,
+        )
+        self._policies.append(policy)
+        return policy
+
+    async def _close(self, failed: bool) -> None:
+        for record in self._records:
+            await record.close()
+        for policy in self._policies:
+            await policy.shut()
+        for job in self._jobs:
+            # The lease ends what cannot be ended now.
+            with contextlib.suppress(errors.OpenTinkerError):
+                await (job.finish(failed=True, message="the client failed") if failed else job.finish())
+        for channel in self._env_channels.values():
+            await channel.close()
+        await self.control.close()
+
+
+def connect(
+    address: str | None = None,
+    *,
+    key: str | None = None,
+    state_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> Cluster:
+    """Connect to a cluster. Use it as a context manager, plain or async.
+
+    `address` (host:port of a scheduler; also OPENTINKER_ADDRESS) and `key` (OPENTINKER_API_KEY) name a
+    cluster that runs. Without an address an embedded stack is started under `state_dir` as a child of this
+    process, or one that runs there is used; what this call started ends with the cluster object, what was
+    there stays. `settings` are passed to a stack that is started. `progress` shows on stderr what is waited
+    for (default: on a terminal).
+
+    Raises MissingDependency where the embedded stack is not installed, LaunchFailed with the reason and its
+    log where it does not start, Unavailable and Unauthenticated where a cluster does not answer or refuses
+    the key.
+    """
+    from opentinker.connection.notices import notices
+
+    address = address or (None if state_dir is not None else os.environ.get(ADDRESS_VARIABLE))
+    with notices(progress) as say:
+        embedded = None
+        if address is None:
+            embedded = stack.start_or_attach(state_dir, settings or {}, say)
+        elif settings or state_dir is not None:
+            raise errors.invalid(
+                "state_dir" if state_dir is not None else "settings", "only for an embedded stack"
+            )
+        portal = Portal().start()
+        try:
+            cluster = portal.run(_open(portal, address, key, embedded, progress))
+        except BaseException:
+            portal.close()
+            if embedded is not None:
+                embedded.stop()
+            raise
+    return cluster
+
+
+async def _open(
+    portal: Portal,
+    address: str | None,
+    key: str | None,
+    embedded: "EmbeddedStack | None",
+    progress: bool | None,
+) -> Cluster:
+    from opentinker.connection.notices import watcher
+
+    locate: Callable[[], str]
+    if embedded is not None:
+        locate, key = embedded.locate, key or embedded.key
+        control = ControlPlane(locate, key, obituary=embedded.obituary)
+    else:
+        assert address is not None
+        named = address
+        control = ControlPlane(lambda: named, key or os.environ.get(KEY_VARIABLE))
+    cluster = Cluster(portal, control, embedded=embedded, watcher=watcher(progress))
+    try:
+        await control.call(
+            lambda channel: SchedulerServiceStub(channel).GetCluster(
+                scheduler_service_pb2.GetClusterRequest()
+            ),
+            patience_s=FIRST_ANSWER_S,
+        )
+    except BaseException:
+        await control.close()
+        raise
+    return cluster
+
+
+def active_cluster() -> Cluster:
+    """The innermost cluster whose `with` block is open; otherwise one that is connected now and closed at
+    exit.
+    """
+    if _active:
+        return _active[-1]
+    with _default_lock:
+        if not _active:
+            import atexit
+
+            cluster = connect()
+            _active.append(cluster)
+            atexit.register(cluster.close)
+    return _active[-1]
+
+
+def _with_rank(options: ServerOptions | None, tuning: LoRA) -> ServerOptions:
+    """Ask for servers that take the adapter's rank, where nothing else was asked for."""
+    from dataclasses import replace
+
+    chosen = options or ServerOptions()
+    return chosen if chosen.max_lora_rank is not None else replace(chosen, max_lora_rank=max(32, tuning.rank))

@@ -1,0 +1,257 @@
+"""A job as its client holds it: created, kept alive, found again after a server was lost, ended.
+
+A `Link` is the way to one slot of the job at one moment. Calls go through `Job.through`, which waits while
+the job has no server, sends the same request again where that is safe, and gives up when the job has ended.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+import grpc.aio
+
+from opentinker import errors
+from opentinker.connection.calls import PAUSE_S, ControlPlane, stream
+from opentinkerapi.runtime.channels import open_channel
+from opentinkerapi.runtime.status import decode
+from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
+from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+T = TypeVar("T")
+Watcher = Callable[[str], None]
+
+RENEW_EVERY_S = 30.0
+"""The lease lasts 10 minutes: a scheduler may be away for long before a job is lost."""
+
+PATIENCE_S = 600.0
+"""How long calls to a slot may fail in a row before they are given up, though the job has not ended."""
+
+FINAL = (job_pb2.JOB_STATE_SUCCEEDED, job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_CANCELLED)
+
+
+class Role(Enum):
+    """What a slot does."""
+
+    TRAINER = job_pb2.SLOT_ROLE_TRAINER
+    INFERENCE = job_pb2.SLOT_ROLE_INFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to one slot. `epoch` counts how often the job's endpoints were asked for when it was handed
+    out.
+    """
+
+    role: Role
+    address: str
+    attempt: int
+    job_token: str
+    channel: grpc.aio.Channel
+    epoch: int
+
+
+class Job:
+    """One job of this client. Everything here runs on the client's loop."""
+
+    def __init__(self, control: ControlPlane, name: str, *, watcher: Watcher | None = None) -> None:
+        self._control = control
+        self.name = name
+        self._watcher = watcher
+        self._said = ""
+        self._links: dict[Role, Link] = {}
+        self._epoch = 0
+        self._resolving = asyncio.Lock()
+        self._trouble_since: float | None = None
+        self._closed = False
+        self._renewals = asyncio.create_task(self._renew_for_ever())
+        self._channels: list[grpc.aio.Channel] = []
+
+    @classmethod
+    async def create(
+        cls, control: ControlPlane, spec: job_pb2.Job, *, watcher: Watcher | None = None
+    ) -> "Job":
+        """Queue a job. What the cluster can never satisfy is refused here."""
+        request = scheduler_service_pb2.CreateJobRequest(request_id=f"job-{uuid.uuid4().hex}", job=spec)
+        response = await control.call(lambda channel: SchedulerServiceStub(channel).CreateJob(request))
+        return cls(control, response.job.name, watcher=watcher)
+
+    async def link(self, role: Role) -> Link:
+        """The way to a slot, waiting until the job runs. JobEnded (or the cause) if it has ended."""
+        if role not in self._links:
+            async with self._resolving:
+                if role not in self._links:
+                    await self._resolve()
+        if role not in self._links:
+            raise errors.FailedPrecondition(
+                f"{self.name} has no {role.name.lower()} slot", reason=errors.Reason.INVALID_STATE
+            )
+        return self._links[role]
+
+    async def any_link(self) -> Link:
+        """The way to whichever slot the job has."""
+        async with self._resolving:
+            if not self._links:
+                await self._resolve()
+        return next(iter(self._links.values()))
+
+    async def recover(self, failed: Link, error: errors.OpenTinkerError) -> None:
+        """After a call on `failed` did not get through: look where the slot is now.
+
+        Calls that failed together look once. Raises `error` when this has gone on for too long.
+        """
+        async with self._resolving:
+            if self._epoch > failed.epoch:
+                return
+            now = time.monotonic()
+            self._trouble_since = self._trouble_since or now
+            if now - self._trouble_since > PATIENCE_S:
+                raise error
+            await asyncio.sleep(PAUSE_S)
+            await self._resolve()
+
+    async def through(self, role: Role, call: Callable[[Link], Awaitable[T]]) -> T:
+        """Make a call that is safe to repeat on a slot of the job, again and again while its server is
+        away.
+        """
+        while True:
+            link = await self.link(role)
+            try:
+                result = await call(link)
+            except (errors.Unavailable, errors.StaleAttempt) as error:
+                await self.recover(link, error)
+            except errors.Overloaded as error:
+                await asyncio.sleep(error.retry_after_s or PAUSE_S)
+            else:
+                self.answered()
+                return result
+
+    def answered(self) -> None:
+        """Note that a slot answered: what failed before is over."""
+        self._trouble_since = None
+
+    async def finish(self, *, failed: bool = False, message: str = "") -> None:
+        """End the job with an outcome. Ending it twice is no error."""
+        outcome = job_pb2.JOB_STATE_FAILED if failed else job_pb2.JOB_STATE_SUCCEEDED
+        request = scheduler_service_pb2.FinishJobRequest(
+            name=self.name, request_id=f"finish-{self.name}", outcome=outcome, message=message[:500]
+        )
+        await self._end(lambda channel: SchedulerServiceStub(channel).FinishJob(request))
+
+    async def cancel(self) -> None:
+        """End the job without an outcome."""
+        request = scheduler_service_pb2.CancelJobRequest(name=self.name, request_id=f"cancel-{self.name}")
+        await self._end(lambda channel: SchedulerServiceStub(channel).CancelJob(request))
+
+    async def close(self) -> None:
+        """Stop renewing and close the channels; the job itself goes on until its lease ends."""
+        self._closed = True
+        self._renewals.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._renewals
+        for channel in self._channels:
+            await channel.close()
+
+    async def _end(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> None:
+        try:
+            # Whoever leaves does not wait two minutes for a scheduler that is gone: the lease ends the job
+            # too.
+            await self._control.call(call, patience_s=10)
+        except errors.OpenTinkerError as error:
+            if error.reason not in (errors.Reason.INVALID_STATE, errors.Reason.JOB_NOT_FOUND):
+                raise
+        finally:
+            await self.close()
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            # Whatever is wrong is met by the next call on a link; renewing goes on.
+            with contextlib.suppress(errors.OpenTinkerError):
+                await self._renew()
+
+    async def _renew(self) -> scheduler_service_pb2.RenewJobLeaseResponse:
+        request = scheduler_service_pb2.RenewJobLeaseRequest(name=self.name)
+        return await self._control.call(lambda channel: SchedulerServiceStub(channel).RenewJobLease(request))
+
+    async def _resolve(self) -> None:
+        """Ask for the endpoints until the job runs. Holds `_resolving`."""
+        while True:
+            try:
+                lease = await self._renew()
+            except errors.OpenTinkerError as error:
+                if error.reason != errors.Reason.INVALID_STATE:
+                    raise
+                await self._watch_change(job_pb2.JOB_STATE_UNSPECIFIED)
+                raise
+            job = lease.job
+            self._tell(job)
+            if job.state == job_pb2.JOB_STATE_RUNNING and lease.endpoints:
+                self._adopt(lease)
+                return
+            if job.state == job_pb2.JOB_STATE_PAUSED:
+                await self._resume()
+            await self._watch_change(job.state)
+
+    async def _watch_change(self, state: "job_pb2.JobState.ValueType") -> None:
+        """Wait until the job leaves `state`, at most a few seconds. Raises if it has ended."""
+        request = scheduler_service_pb2.WatchJobRequest(name=self.name)
+        call = SchedulerServiceStub(self._control.channel()).WatchJob(request, timeout=5)
+        try:
+            async for response in stream(call):
+                self._tell(response.job)
+                _raise_if_ended(response.job)
+                if response.job.state != state:
+                    return
+        except (errors.Unavailable, errors.DeadlineExceeded, errors.Cancelled):
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            call.cancel()
+
+    async def _resume(self) -> None:
+        request = scheduler_service_pb2.ResumeJobRequest(
+            name=self.name, request_id=f"resume-{uuid.uuid4().hex}"
+        )
+        with contextlib.suppress(errors.FailedPrecondition):
+            await self._control.call(lambda channel: SchedulerServiceStub(channel).ResumeJob(request))
+
+    def _adopt(self, lease: scheduler_service_pb2.RenewJobLeaseResponse) -> None:
+        self._epoch += 1
+        for endpoint in lease.endpoints:
+            role = Role(endpoint.role)
+            known = self._links.get(role)
+            same = known is not None and (known.address, known.job_token) == (
+                endpoint.address,
+                lease.job_token,
+            )
+            if known is not None and same:
+                channel = known.channel
+            else:
+                channel = open_channel(endpoint.address, key=self._control.key, job_token=lease.job_token)
+                self._channels.append(channel)
+            self._links[role] = Link(
+                role, endpoint.address, endpoint.attempt, lease.job_token, channel, self._epoch
+            )
+
+    def _tell(self, job: job_pb2.Job) -> None:
+        if self._watcher is None:
+            return
+        state = job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_")
+        text = f"{state}: {job.state_reason}" if job.state_reason else state
+        if text != self._said:
+            self._said = text
+            self._watcher(text)
+
+
+def _raise_if_ended(job: job_pb2.Job) -> None:
+    if job.state not in FINAL:
+        return
+    if job.HasField("error") and job.error.code:
+        raise errors.from_status_data(decode(job.error))
+    state = job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
+    said = f": {job.outcome_message}" if job.outcome_message else ""
+    raise errors.JobEnded(f"{job.name} has {state}{said}", reason=errors.Reason.INVALID_STATE)

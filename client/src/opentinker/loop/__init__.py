@@ -1,0 +1,1 @@
+"""`fit()` and what belongs to it: evaluation, metrics, loggers, progress."""

@@ -1,0 +1,1 @@
+"""From tasks to trajectories: the agent loop and the groups it plays."""

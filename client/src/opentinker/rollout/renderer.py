@@ -1,0 +1,122 @@
+"""Prompts from conversations: token ids in, token ids out.
+
+What a policy sampled is never tokenized again. The first prompt is the chat template's; each later one is
+the ids so far followed by the tokens that the template puts between the reply and the policy's next turn.
+Where the template rewrote what came before (it strips reasoning, trims replies, merges messages) there is
+no such continuation: `follow` says so by None, and a new segment begins with a fresh prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from opentinker.environments.content import Message
+
+Rendered = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer; `opentinkerapi.runtime.render.ChatTokenizer` has it."""
+
+    eos_ids: tuple[int, ...]
+
+    @property
+    def has_template(self) -> bool: ...
+
+    def render(
+        self,
+        messages: Rendered,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]: ...
+
+    def render_text(
+        self,
+        messages: Rendered,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Renderer:
+    """Renders one conversation format: the model's own chat template, or plain text where it has none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def name(self) -> str:
+        """Which format."""
+        return "chat-template" if self._tokenizer.has_template else "plain-text"
+
+    def first(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a prompt that ends where the policy speaks."""
+        return self._ids(_dicts(messages))
+
+    def follow(
+        self, messages: Sequence[Message], reply: str, reply_ids: Sequence[int], added: Sequence[Message]
+    ) -> list[int] | None:
+        """Ids that stand between the policy's reply and its next turn.
+
+        `messages` led to the reply, whose ids were sampled; `added` follow it. None where the template does
+        not leave `messages` and the reply as they were.
+        """
+        before = _dicts(messages)
+        after = [*before, {"role": "assistant", "content": reply}, *_dicts(added)]
+        rest = self._rest_by_ids(before, reply, after)
+        if rest is None:
+            rest = self._rest_by_text(before, reply, after)
+        if rest is None:
+            return None
+        # The reply ends with its end token already, where it ended by itself.
+        if rest and reply_ids and reply_ids[-1] == rest[0] and rest[0] in self._tokenizer.eos_ids:
+            return rest[1:]
+        return rest
+
+    def _rest_by_ids(self, before: Rendered, reply: str, after: Rendered) -> list[int] | None:
+        """What follows prompt and reply in the rendered conversation, where ids meet at both borders."""
+        head = self._ids(before) + self._tokenizer.encode(reply)
+        whole = self._ids(after)
+        return whole[len(head) :] if whole[: len(head)] == head else None
+
+    def _rest_by_text(self, before: Rendered, reply: str, after: Rendered) -> list[int] | None:
+        """The same where tokens merge across a border: the text is unaltered, so its last tokens are the
+        rest.
+        """
+        head = self._text(before) + reply
+        whole_text = self._text(after)
+        if not whole_text.startswith(head):
+            return None
+        rest = whole_text[len(head) :]
+        whole = self._ids(after)
+        for count in range(1, len(whole) + 1):
+            text = self._tokenizer.decode(whole[-count:], skip_special_tokens=False)
+            if text == rest:
+                return whole[-count:]
+            if len(text) > len(rest):
+                break
+        return None
+
+    def _ids(self, messages: Rendered) -> list[int]:
+        if self._tokenizer.has_template:
+            return self._tokenizer.render(messages)
+        return self._tokenizer.encode(self._text(messages))
+
+    def _text(self, messages: Rendered) -> str:
+        if self._tokenizer.has_template:
+            return self._tokenizer.render_text(messages)
+        # Without a template a conversation is a text that the policy goes on writing: replies follow at once,
+        # what others say begins a line.
+        texts = [str(message["content"]) for message in messages]
+        spoken = [message["role"] == "assistant" for message in messages]
+        return "".join(
+            text if reply or index == 0 else f"\n{text}"
+            for index, (text, reply) in enumerate(zip(texts, spoken, strict=True))
+        )
+
+
+def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.to_dict() for message in messages]

@@ -1,0 +1,112 @@
+"""What was played: turns, segments, trajectories, groups, batches. All frozen; a bad episode is data, not a
+crash.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opentinker.environments.content import Message
+from opentinker.environments.rewards import Reward
+from opentinker.environments.types import EndReason
+from opentinker.sampling.params import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of n tokens in which each prompt extends the one before.
+
+    `loss_mask` [n] is 1 where the policy sampled the token; `logprobs` [n] float32 are the sampler's there, 0
+    elsewhere; `spans` are (start, end, version) of the sampled runs.
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    spans: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One sampled action. `reward` is what the environment gave for it, None where it gave nothing."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    text: str
+    stop_reason: StopReason
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One agent's part of one episode. More than one segment where the chat template rewrote history."""
+
+    group: str
+    member: int
+    episode: str
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    reward: Reward
+    end_reason: EndReason
+    temperature: float
+    messages: tuple[Message, ...] = ()
+    """The conversation, for people."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the environment reports."""
+    env_seconds: float = 0.0
+    replays: int = 0
+    error: str = ""
+    """What failed, where something did."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(turn.completion_tokens for turn in self.turns)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its reward may be used: it has one, and not the infrastructure ended it."""
+        return self.end_reason.trainable and self.reward.is_valid
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Episodes of one task with one environment seed. `ordinal` is its place in the run's order of tasks."""
+
+    id: str
+    ordinal: int
+    task: Mapping[str, Any]
+    seed: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards that count."""
+        return [
+            trajectory.reward.value
+            for trajectory in self.trajectories
+            if trajectory.counts and trajectory.reward.value is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step, in the order of their ordinals. `version` sampled them."""
+
+    index: int
+    version: int
+    groups: tuple[Group, ...]
+    seconds: float = 0.0
+    engine_seconds: float = 0.0
+    """Wall time in which the inference engine worked on it, as the service reports it."""
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return (trajectory for group in self.groups for trajectory in group.trajectories)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards that count, over all groups."""
+        return [reward for group in self.groups for reward in group.rewards]

@@ -1,0 +1,1 @@
+"""Completions: how they are asked for, named, received and acknowledged."""

@@ -1,0 +1,137 @@
+"""How to sample, and what comes back."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opentinker.errors import invalid
+from opentinkerapi.inference.v1 import sampling_pb2
+from opentinkerapi.runtime.tensors import unpack_floats, unpack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. A field left None is the server's default; an engine that cannot honour one refuses it
+    by name.
+    """
+
+    max_tokens: int | None = None
+    """Most new tokens of a completion. Default: what the context leaves."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise invalid("temperature", f"must be a finite number of at least 0, not {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise invalid("top_p", f"must be in (0, 1], not {self.top_p}")
+        if self.top_k is not None and not (self.top_k == -1 or self.top_k >= 1):
+            raise invalid("top_k", f"must be -1 (off) or at least 1, not {self.top_k}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise invalid("min_p", f"must be in [0, 1], not {self.min_p}")
+
+    @property
+    def full_support(self) -> bool:
+        """Whether every token can be drawn, as losses with an importance ratio need it."""
+        return (
+            self.top_p in (None, 1.0)
+            and self.top_k in (None, -1)
+            and self.min_p in (None, 0.0)
+            and not (self.bad_words or self.logit_bias or self.ignore_eos)
+            and self.presence_penalty in (None, 0.0)
+            and self.frequency_penalty in (None, 0.0)
+            and self.repetition_penalty in (None, 1.0)
+        )
+
+    def to_wire(self, seed: int | None, **extra: Any) -> sampling_pb2.SamplingParams:
+        """As a message; `extra` are fields that belong to one request only."""
+        optional = {
+            name: value
+            for name in (
+                "max_tokens",
+                "top_p",
+                "top_k",
+                "min_p",
+                "presence_penalty",
+                "frequency_penalty",
+                "repetition_penalty",
+            )
+            if (value := getattr(self, name)) is not None
+        }
+        return sampling_pb2.SamplingParams(
+            temperature=self.temperature,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            seed=seed,
+            ignore_eos=self.ignore_eos,
+            bad_words=self.bad_words,
+            logit_bias=dict(self.logit_bias),
+            **optional,
+            **extra,
+        )
+
+
+class StopReason(StrEnum):
+    """What ended a completion."""
+
+    END = "END"
+    """A token that ends the model's turn, which is the last token."""
+    STOP = "STOP"
+    """A stop string or stop token of the request."""
+    LENGTH = "LENGTH"
+    """`max_tokens` or the context."""
+    CANCELLED = "CANCELLED"
+    """The caller cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled sequence, as the sampler gave it: ids are never made from the text again.
+
+    `logprobs` [n] float32 are of the distribution sampled from; `version` is the policy version that sampled.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    stop_reason: StopReason
+    text: str
+    seed: int
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """(start, end, version) of runs of tokens."""
+
+    @classmethod
+    def of_wire(cls, completion: sampling_pb2.Completion) -> "Completion":
+        """From a message."""
+        ids = tuple(unpack_ids(completion.token_ids))
+        name = sampling_pb2.StopReason.Name(completion.stop_reason).removeprefix("STOP_REASON_")
+        return cls(
+            index=completion.index,
+            token_ids=ids,
+            logprobs=unpack_floats(completion.logprobs),
+            stop_reason=StopReason(name) if name in StopReason.__members__ else StopReason.LENGTH,
+            text=completion.text,
+            seed=completion.seed,
+            spans=tuple((span.start, span.end, span.version) for span in completion.version_spans),
+        )

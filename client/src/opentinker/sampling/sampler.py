@@ -1,0 +1,196 @@
+"""Asks the inference service for completions, and for scores of given tokens.
+
+A Sample that breaks off is sent again under the same request id: completions that had arrived are not asked
+for twice, those that had finished are kept by the server, the rest are drawn again from the same seeds.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opentinker import errors
+from opentinker.connection.calls import PAUSE_S, answer, stream
+from opentinker.connection.jobs import Job, Link, Role
+from opentinker.sampling.meter import EngineMeter
+from opentinker.sampling.params import Completion, SamplingParams
+from opentinkerapi.data.v1 import prompt_pb2
+from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
+from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from opentinkerapi.runtime.tensors import pack_ids, unpack_floats
+
+ACK_BATCH = 512
+
+
+class CompletionSource(Protocol):
+    """What rollouts sample from: the port of the agent loop towards inference."""
+
+    def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        version: int,
+        params: SamplingParams,
+        n: int,
+        seed: int | None,
+        request_id: str,
+        meter: EngineMeter | None = None,
+    ) -> AsyncGenerator[Completion, None]:
+        """Yield n completions as they finish, each index once. Completion i is drawn from seed + i."""
+        ...
+
+
+class Sampler:
+    """Completions of one policy through its job's inference slot. Runs on the client's loop."""
+
+    def __init__(self, job: Job, policy: str) -> None:
+        self._job = job
+        self._policy = policy
+        self._acks: set[asyncio.Task[None]] = set()
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        version: int,
+        params: SamplingParams,
+        n: int,
+        seed: int | None,
+        request_id: str,
+        meter: EngineMeter | None = None,
+    ) -> AsyncGenerator[Completion, None]:
+        """Yield n completions as they finish, each index once. Completion i is drawn from seed + i.
+
+        Raises PromptTooLong, and whatever else the service refuses; waits where the server is away.
+        """
+        arrived: set[int] = set()
+        try:
+            while len(arrived) < n:
+                link = await self._job.link(Role.INFERENCE)
+                request = self._request(link, prompt_ids, version, params, n, seed, request_id)
+                call = InferenceServiceStub(link.channel).Sample(request)
+                try:
+                    async for response in stream(call):
+                        if response.HasField("engine_time") and meter is not None:
+                            meter.add(response.engine_time.ToTimedelta().total_seconds())
+                        if response.WhichOneof("event") != "completion":
+                            continue
+                        completion = Completion.of_wire(response.completion)
+                        if completion.index not in arrived:
+                            arrived.add(completion.index)
+                            yield completion
+                    if len(arrived) < n:
+                        raise errors.Unavailable(
+                            f"a Sample ended after {len(arrived)} of {n} completions",
+                            reason=errors.Reason.CONNECTION_LOST,
+                        )
+                except (errors.Unavailable, errors.StaleAttempt) as error:
+                    await self._job.recover(link, error)
+                except errors.Overloaded as error:
+                    await asyncio.sleep(error.retry_after_s or PAUSE_S)
+                finally:
+                    call.cancel()
+            self._job.answered()
+        finally:
+            if len(arrived) < n:
+                self._background(self._cancel(request_id))
+
+    def acknowledge(self, request_ids: Sequence[str]) -> None:
+        """Let the server drop completions that have been received; in the background, a hint only."""
+        for start in range(0, len(request_ids), ACK_BATCH):
+            self._background(self._acknowledge(list(request_ids[start : start + ACK_BATCH])))
+
+    async def load(self, version: int) -> float:
+        """Load a version before it is sampled; returns the seconds spent in the engine."""
+
+        async def call(link: Link) -> inference_service_pb2.LoadPolicyVersionResponse:
+            request = inference_service_pb2.LoadPolicyVersionRequest(
+                policy_version=self._version(version), job_token=link.job_token
+            )
+            return await answer(InferenceServiceStub(link.channel).LoadPolicyVersion(request))
+
+        response = await self._job.through(Role.INFERENCE, call)
+        return response.load_time.ToTimedelta().total_seconds()
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, version: int, temperature: float
+    ) -> list[NDArray[np.float32]]:
+        """Raw logprobs of given tokens: one array [n] for each sequence of n ids; entry 0 is NaN."""
+
+        async def call(link: Link) -> inference_service_pb2.ScoreTokensResponse:
+            request = inference_service_pb2.ScoreTokensRequest(
+                model=sampling_pb2.ModelRef(policy_version=self._version(version)),
+                sequences=[_prompt(ids) for ids in sequences],
+                temperature=temperature,
+                attempt=link.attempt,
+                job_token=link.job_token,
+            )
+            return await answer(InferenceServiceStub(link.channel).ScoreTokens(request))
+
+        response = await self._job.through(Role.INFERENCE, call)
+        return [unpack_floats(scores.logprobs) for scores in response.scores]
+
+    async def capabilities(self) -> inference_service_pb2.GetCapabilitiesResponse:
+        """What the inference server offers."""
+
+        async def call(link: Link) -> inference_service_pb2.GetCapabilitiesResponse:
+            request = inference_service_pb2.GetCapabilitiesRequest()
+            return await answer(InferenceServiceStub(link.channel).GetCapabilities(request))
+
+        return await self._job.through(Role.INFERENCE, call)
+
+    async def close(self) -> None:
+        """Wait for what goes on in the background."""
+        await asyncio.gather(*self._acks, return_exceptions=True)
+
+    def _request(
+        self,
+        link: Link,
+        prompt_ids: Sequence[int],
+        version: int,
+        params: SamplingParams,
+        n: int,
+        seed: int | None,
+        request_id: str,
+    ) -> inference_service_pb2.SampleRequest:
+        return inference_service_pb2.SampleRequest(
+            request_id=request_id,
+            model=sampling_pb2.ModelRef(policy_version=self._version(version)),
+            prompt=_prompt(prompt_ids),
+            params=params.to_wire(seed),
+            n=n,
+            attempt=link.attempt,
+            job_token=link.job_token,
+        )
+
+    def _version(self, version: int) -> sampling_pb2.PolicyVersionRef:
+        return sampling_pb2.PolicyVersionRef(policy=self._policy, version=version)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._acks.add(task)
+        task.add_done_callback(self._acks.discard)
+
+    async def _acknowledge(self, request_ids: list[str]) -> None:
+        with contextlib.suppress(errors.OpenTinkerError):
+            link = await self._job.link(Role.INFERENCE)
+            request = inference_service_pb2.AckCompletionsRequest(
+                request_ids=request_ids, job_token=link.job_token
+            )
+            await answer(InferenceServiceStub(link.channel).AckCompletions(request, timeout=5))
+
+    async def _cancel(self, request_id: str) -> None:
+        with contextlib.suppress(errors.OpenTinkerError):
+            link = await self._job.link(Role.INFERENCE)
+            request = inference_service_pb2.CancelSampleRequest(
+                request_id=request_id, job_token=link.job_token
+            )
+            await answer(InferenceServiceStub(link.channel).CancelSample(request, timeout=5))
+
+
+def _prompt(ids: Sequence[int]) -> prompt_pb2.Prompt:
+    chunk = prompt_pb2.Chunk(tokens=prompt_pb2.TokenChunk(token_ids=pack_ids(list(ids))))
+    return prompt_pb2.Prompt(chunks=[chunk])

@@ -1,0 +1,1 @@
+"""What a policy learns from and by: train samples, losses, optimizers, the operation channel."""

@@ -1,0 +1,321 @@
+"""A policy as its user holds it: train it, publish it, sample from it.
+
+Every method returns at once with something to await (from any event loop) or to block on with `.result()`.
+Trainer operations are ordered and pipelined: start the next before the previous has ended.
+
+    step = policy.forward_backward(samples, loss=PPO()), policy.optim_step(AdamW(lr=1e-4)), policy.publish()
+    for operation in step: await operation
+"""
+
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opentinker import errors
+from opentinker.connection.blobs import Blobs
+from opentinker.connection.jobs import Job
+from opentinker.connection.portal import Pending, Portal
+from opentinker.connection.tokenizers import fetch_tokenizer
+from opentinker.environments.content import Message
+from opentinker.sampling.params import Completion, SamplingParams
+from opentinker.sampling.sampler import Sampler
+from opentinker.training import requests, results
+from opentinker.training.losses import Losses, components
+from opentinker.training.operations import Operation, OperationChannel, Prepared
+from opentinker.training.samples import TrainSample, TrainSamples, check
+from opentinker.training.tuning import AdamW
+from opentinkerapi.trainer.v1 import operation_pb2
+
+if TYPE_CHECKING:
+    from opentinker.connection.cluster import Cluster
+    from opentinkerapi.runtime.render import ChatTokenizer
+
+
+class _Gradient(Operation[results.ForwardBackwardResult]):
+    """A ForwardBackward, with what an OptimStep must know of it."""
+
+    loss_tokens: float = 0.0
+    deferred: tuple[str, ...] = ()
+
+
+class Policy:
+    """A model being trained. Sampling uses `version`, the newest published one, unless told otherwise."""
+
+    def __init__(
+        self,
+        cluster: "Cluster",
+        portal: Portal,
+        job: Job,
+        blobs: Blobs,
+        *,
+        name: str,
+        base_model: str,
+        version: int,
+    ) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.base_model = base_model
+        self.version = version
+        self.checkpoint: results.Checkpoint | None = None
+        """The last one saved."""
+        self.step = 0
+        """Optimizer steps taken."""
+        self.job = job
+        self.sampler = Sampler(job, name)
+        self.portal = portal
+        self._blobs = blobs
+        self._operations = OperationChannel(portal, job, name)
+        self._open: list[_Gradient] = []
+        self._tokenizer: ChatTokenizer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Policy {self.name} version {self.version} over {self.base_model}>"
+
+    # --- training ---------------------------------------------------------------------------------------
+
+    def forward(
+        self, samples: Sequence[TrainSample], *, entropy: bool = False, base_model: bool = False
+    ) -> Operation[results.ForwardResult]:
+        """Logprobs of given rows without a gradient; `base_model`: under the model without its adapter."""
+        check(samples, needs_behavior=False)
+
+        async def convert(wire: operation_pb2.Operation) -> results.ForwardResult:
+            return results.forward(wire, await self._outputs(wire.forward, operation_pb2.ForwardResult()))
+
+        def prepare() -> Awaitable[Prepared]:
+            return requests.forward(samples, self._blobs, entropy=entropy, base_model=base_model)
+
+        return self._operations.submit(Operation(self.portal, "forward", prepare, convert))
+
+    def forward_backward(
+        self,
+        samples: Sequence[TrainSample],
+        loss: Losses,
+        *,
+        denominator: float | Mapping[str, float] | None = None,
+        return_logprobs: bool = False,
+        skip_inert: bool = False,
+    ) -> Operation[results.ForwardBackwardResult]:
+        """Add the gradient of sum(loss) / denominator to the policy's accumulated gradient.
+
+        Without a denominator, `optim_step` divides by the loss tokens of everything it covers, so that
+        several calls accumulate as one batch would. `skip_inert` leaves rows with advantage 0 out of the
+        computation, never out of a denominator. Raises InvalidSample here, before anything is sent.
+        """
+        terms = components(loss, denominator)
+        named = loss.values() if isinstance(loss, Mapping) else [loss]
+        check(samples, needs_behavior=any(each.needs_behavior for each in named))
+
+        async def convert(wire: operation_pb2.Operation) -> results.ForwardBackwardResult:
+            outputs = await self._outputs(wire.forward_backward, operation_pb2.ForwardBackwardResult())
+            return results.forward_backward(wire, outputs)
+
+        def prepare() -> Awaitable[Prepared]:
+            return requests.forward_backward(
+                samples, terms, self._blobs, logprobs=return_logprobs, skip_inert=skip_inert
+            )
+
+        gradient = _Gradient(self.portal, "forward-backward", prepare, convert)
+        gradient.loss_tokens = float(sum(sample.loss_tokens for sample in samples))
+        gradient.deferred = tuple(term.name for term in terms if term.HasField("deferred"))
+        self._open.append(gradient)
+        self._operations.submit(gradient)
+        return gradient
+
+    def optim_step(
+        self, optimizer: AdamW, *, denominators: Mapping[str, float] | None = None
+    ) -> Operation[results.StepResult]:
+        """Apply the gradients accumulated since the last step, and clear them.
+
+        Covers every `forward_backward` called since, except those whose failure has been seen by the
+        caller. No step is taken on half a gradient: if one of them failed meanwhile, IncompleteBatch, with
+        its error as cause.
+        """
+        covered = [gradient for gradient in self._open if not (gradient.error and gradient.retrieved)]
+        self._open = []
+
+        async def prepare() -> Prepared:
+            if not covered:
+                raise errors.IncompleteBatch(
+                    "no forward_backward since the last step", reason=errors.Reason.INCOMPLETE_BATCH
+                )
+            if any(gradient.seq == 0 for gradient in covered):
+                raise errors.IncompleteBatch(
+                    "a forward_backward of this step was refused; nothing was changed",
+                    reason=errors.Reason.INCOMPLETE_BATCH,
+                )
+            divisors = {name: 0.0 for gradient in covered for name in gradient.deferred}
+            for gradient in covered:
+                for name in gradient.deferred:
+                    divisors[name] += gradient.loss_tokens
+            divisors |= denominators or {}
+            return requests.optim_step(optimizer, [gradient.seq for gradient in covered], divisors)
+
+        async def convert(wire: operation_pb2.Operation) -> results.StepResult:
+            result = results.step_result(wire)
+            self.step = result.step
+            return result
+
+        step = _Step(self.portal, "optim-step", prepare, convert)
+        step.explain = lambda error: self._refused(error, covered)
+        return self._operations.submit(step)
+
+    def publish(self) -> Operation[results.Version]:
+        """Make the current weights the next policy version; sampling uses it once this has ended."""
+
+        async def prepare() -> Prepared:
+            return requests.publish_weights()
+
+        async def convert(wire: operation_pb2.Operation) -> results.Version:
+            version = results.version(wire)
+            self.version = version.version
+            return version
+
+        return self._operations.submit(Operation(self.portal, "publish", prepare, convert))
+
+    def save_checkpoint(self, display_name: str = "") -> Operation[results.Checkpoint]:
+        """Save everything needed to resume the policy."""
+
+        async def prepare() -> Prepared:
+            return requests.save_checkpoint(display_name)
+
+        async def convert(wire: operation_pb2.Operation) -> results.Checkpoint:
+            self.checkpoint = results.checkpoint(wire.save_checkpoint.checkpoint)
+            return self.checkpoint
+
+        return self._operations.submit(Operation(self.portal, "save", prepare, convert))
+
+    def restore(self, checkpoint: results.Checkpoint | str, *, weights_only: bool = False) -> Operation[int]:
+        """Replace weights and optimizer by those of a checkpoint; gives the optimizer steps of that state.
+
+        Sampling goes on with the version published before, until the next `publish`.
+        """
+        name = checkpoint if isinstance(checkpoint, str) else checkpoint.name
+
+        async def prepare() -> Prepared:
+            return requests.restore_checkpoint(name, weights_only)
+
+        async def convert(wire: operation_pb2.Operation) -> int:
+            self.step = wire.restore_checkpoint.step
+            return self.step
+
+        return self._operations.submit(Operation(self.portal, "restore", prepare, convert))
+
+    # --- sampling ---------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        version: int | None = None,
+    ) -> Pending[list[Completion]]:
+        """n completions of a prompt, by index; completion i is drawn from seed + i."""
+        if n < 1:
+            raise errors.invalid("n", f"must be at least 1, not {n}")
+        stream = self.stream(prompt_ids, params, n=n, seed=seed, version=version)
+
+        async def collect() -> list[Completion]:
+            return sorted([completion async for completion in stream], key=lambda each: each.index)
+
+        return Pending.of(self.portal, collect())
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        version: int | None = None,
+    ) -> AsyncGenerator[Completion, None]:
+        """The completions as they finish. On the client's own loop only; `sample` works everywhere."""
+        return self.sampler.sample(
+            prompt_ids,
+            version=self.version if version is None else version,
+            params=params or SamplingParams(),
+            n=n,
+            seed=seed,
+            request_id=f"sample-{uuid.uuid4().hex}",
+        )
+
+    def chat(
+        self,
+        messages: str | Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+        version: int | None = None,
+    ) -> Pending[str]:
+        """The policy's reply to a conversation, or to one user message."""
+        spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+        async def reply() -> str:
+            tokenizer = await self.tokenizer()
+            prompt = tokenizer.render([Message.of(message).to_dict() for message in spoken])
+            completions = await self.sample(prompt, params, seed=seed, version=version)
+            return completions[0].text
+
+        return Pending.of(self.portal, reply())
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, version: int | None = None
+    ) -> Pending[list[NDArray[np.float32]]]:
+        """Raw logprobs of given tokens: for each sequence of n ids an array [n] whose entry 0 is NaN."""
+        number = self.version if version is None else version
+        return Pending.of(self.portal, self.sampler.score(sequences, version=number, temperature=temperature))
+
+    def load(self, version: int | None = None) -> Pending[float]:
+        """Load a version into the inference server before it is needed; gives the seconds that took it."""
+        return Pending.of(self.portal, self.sampler.load(self.version if version is None else version))
+
+    def tokenizer(self) -> "Pending[ChatTokenizer]":
+        """The model's tokenizer and chat template."""
+
+        async def fetch() -> "ChatTokenizer":
+            if self._tokenizer is None:
+                self._tokenizer = await fetch_tokenizer(self.job)
+            return self._tokenizer
+
+        return Pending.of(self.portal, fetch())
+
+    # --- the rest ---------------------------------------------------------------------------------------
+
+    async def shut(self) -> None:
+        """Stop this client's part in it; the records and versions stay. On the client's loop."""
+        await self._operations.close()
+        await self.sampler.close()
+
+    async def _outputs(self, result: Any, empty: Any) -> Sequence[operation_pb2.SampleOutput]:
+        if result.HasField("outputs_blob"):
+            empty.ParseFromString(await self._blobs.download(result.outputs_blob))
+            result = empty
+        outputs: Sequence[operation_pb2.SampleOutput] = result.outputs
+        return outputs
+
+    def _refused(self, error: BaseException, covered: Sequence[_Gradient]) -> Any:
+        """The step was not taken: keep the gradients that stand for the next one, and name what is to
+        blame.
+        """
+        if isinstance(error, errors.OpenTinkerError):
+            failed = next((gradient.error for gradient in covered if gradient.error is not None), None)
+            error.__cause__ = error.__cause__ or failed
+            self._open[:0] = [gradient for gradient in covered if gradient.error is None and gradient.seq]
+        return error
+
+
+class _Step(Operation[results.StepResult]):
+    """An OptimStep that says why it was refused."""
+
+    explain: Callable[[BaseException], BaseException]
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(self.explain(error))
+
+
+__all__ = ["Policy", "TrainSamples"]

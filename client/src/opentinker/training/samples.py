@@ -1,0 +1,241 @@
+"""Train samples: flat rows of tokens with what a loss needs to know about each token.
+
+Alignment: every per-token array has the length of the ids, entry i belongs to token i, entry 0 is never
+trained on. Only the trainer shifts. What is malformed is refused here, by index, before anything is sent.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opentinker.errors import InvalidSample, Reason, invalid
+from opentinker.rollout.trajectory import Batch, Trajectory
+from opentinker.training.advantages import Advantage, grpo, is_constant
+from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
+from opentinkerapi.runtime.tensors import pack_floats, pack_ids
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One row of n tokens. `loss_mask` [n] of 0 and 1; `logprobs` and `advantages` [n] for policy losses,
+    `weights` [n] of any sign for cross_entropy (default 1).
+    """
+
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    logprobs: Sequence[float] | Floats | None = None
+    advantages: Sequence[float] | Floats | None = None
+    weights: Sequence[float] | Floats | None = None
+    temperature: float = 1.0
+    spans: Sequence[tuple[int, int, int]] = ()
+    """(start, end, version) of sampled runs."""
+    group_id: str = ""
+    sample_id: str = ""
+
+    @property
+    def loss_tokens(self) -> int:
+        """How many tokens are trained on."""
+        return int(sum(self.loss_mask))
+
+    @property
+    def inert(self) -> bool:
+        """Whether a policy loss on it is 0 whatever the weights are: every advantage is 0."""
+        if self.advantages is None:
+            return False
+        return not np.any(np.asarray(self.advantages)[np.asarray(self.loss_mask, dtype=bool)])
+
+    def to_wire(self) -> train_sample_pb2.TrainSample:
+        """As a message."""
+        wire = train_sample_pb2.TrainSample(
+            sample_id=self.sample_id,
+            chunks=[prompt_pb2.Chunk(tokens=prompt_pb2.TokenChunk(token_ids=pack_ids(list(self.token_ids))))],
+            loss_mask=bytes(self.loss_mask),
+            sampling_temperature=self.temperature,
+            version_spans=[
+                prompt_pb2.VersionSpan(start=start, end=end, version=version)
+                for start, end, version in self.spans
+            ],
+            group_id=self.group_id,
+        )
+        if self.logprobs is not None:
+            wire.behavior_logprobs = pack_floats(self.logprobs)
+        if self.advantages is not None:
+            wire.advantages = pack_floats(self.advantages)
+        if self.weights is not None:
+            wire.weights = pack_floats(self.weights)
+        return wire
+
+
+class TrainSamples(Sequence[TrainSample]):
+    """Rows of one batch, with what the making of them counted (`metrics`)."""
+
+    def __init__(self, rows: Sequence[TrainSample], metrics: Mapping[str, float] | None = None) -> None:
+        self._rows = tuple(rows)
+        self.metrics: dict[str, float] = dict(metrics or {})
+
+    @overload
+    def __getitem__(self, index: int) -> TrainSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> "TrainSamples": ...
+    def __getitem__(self, index: int | slice) -> "TrainSample | TrainSamples":
+        return (
+            TrainSamples(self._rows[index], self.metrics) if isinstance(index, slice) else self._rows[index]
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[TrainSample]:
+        return iter(self._rows)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that are trained on, over all rows: the denominator of a token mean, inert rows included."""
+        return sum(row.loss_tokens for row in self._rows)
+
+    @property
+    def inert(self) -> bool:
+        """Whether no row can move the policy."""
+        return all(row.inert or row.loss_tokens == 0 for row in self._rows)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What happened to the trajectories of a batch on their way to rows."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    singletons: int = 0
+    constant: int = 0
+    groups: int = 0
+
+
+def train_samples(
+    batch: Batch,
+    advantage: Advantage = grpo,
+    *,
+    zero_variance: Literal["keep", "drop"] = "keep",
+) -> TrainSamples:
+    """Turn the trajectories of a batch into rows; each segment of a trajectory is a row with its advantage.
+
+    What infrastructure ended, and what has no reward, leaves its group and is counted. Groups whose rewards
+    are all equal (the raw ones) teach nothing: "keep" sends their rows with advantage 0, so that they count
+    in the denominator; "drop" leaves them out of both.
+    """
+    if zero_variance not in ("keep", "drop"):
+        raise invalid("zero_variance", f"must be 'keep' or 'drop', not {zero_variance!r}")
+    counts = _Counts()
+    kept: list[Trajectory] = []
+    for group in batch.groups:
+        usable = [trajectory for trajectory in group.trajectories if _usable(trajectory, counts)]
+        if not usable:
+            continue
+        rewards = np.array([trajectory.reward.value for trajectory in usable], dtype=np.float64)
+        constant = is_constant(rewards)
+        counts.groups += 1
+        counts.singletons += len(usable) == 1
+        counts.constant += constant
+        if not (constant and zero_variance == "drop"):
+            kept += usable
+    values = np.asarray(
+        advantage(
+            [trajectory.reward.value for trajectory in kept], [trajectory.group for trajectory in kept]
+        ),
+        dtype=np.float64,
+    )
+    if values.shape != (len(kept),):
+        raise invalid("advantage", f"must give {len(kept)} numbers, one a trajectory, not {values.shape}")
+    rows = [
+        row for trajectory, value in zip(kept, values, strict=True) for row in _rows(trajectory, float(value))
+    ]
+    return TrainSamples(rows, _metrics(batch, counts, values))
+
+
+def check(samples: Sequence[TrainSample], *, needs_behavior: bool) -> None:
+    """InvalidSample, naming the index, if a row is malformed; InvalidArgument if nothing is trained on."""
+    for index, row in enumerate(samples):
+        count = len(row.token_ids)
+        arrays = {"logprobs": row.logprobs, "advantages": row.advantages, "weights": row.weights}
+        if count == 0:
+            raise _bad(index, "it has no tokens")
+        if len(row.loss_mask) != count:
+            raise _bad(index, f"loss_mask has {len(row.loss_mask)} entries for {count} tokens")
+        if set(row.loss_mask) - {0, 1}:
+            raise _bad(index, "loss_mask must be 0 or 1")
+        if row.loss_mask[0]:
+            raise _bad(index, "loss_mask[0] is 1: the first token has nothing before it to be predicted from")
+        for name, array in arrays.items():
+            if array is None:
+                if needs_behavior and name != "weights":
+                    raise _bad(index, f"{name} is missing; policy losses need it")
+                continue
+            if len(array) != count:
+                raise _bad(index, f"{name} has {len(array)} entries for {count} tokens")
+            if not np.isfinite(
+                np.asarray(array, dtype=np.float64)[np.asarray(row.loss_mask, dtype=bool)]
+            ).all():
+                raise _bad(index, f"{name} is not finite at a token that is trained on")
+    if not any(row.loss_tokens for row in samples):
+        raise InvalidSample(
+            "the batch has no token to train on", reason=Reason.NO_TRAINABLE_TOKENS, field="samples"
+        )
+
+
+def _bad(index: int, problem: str) -> InvalidSample:
+    return InvalidSample(
+        f"sample {index}: {problem}",
+        reason=Reason.INVALID_SAMPLE,
+        field=f"samples[{index}]",
+        metadata={"index": str(index)},
+    )
+
+
+def _usable(trajectory: Trajectory, counts: _Counts) -> bool:
+    if not trajectory.end_reason.trainable:
+        counts.reasons[trajectory.end_reason.value] += 1
+        return False
+    if not trajectory.reward.is_valid:
+        counts.reasons[trajectory.reward.status.value] += 1
+        return False
+    return True
+
+
+def _rows(trajectory: Trajectory, value: float) -> Iterator[TrainSample]:
+    for number, segment in enumerate(trajectory.segments):
+        if not any(segment.loss_mask):
+            continue
+        mask = np.asarray(segment.loss_mask, dtype=np.float32)
+        yield TrainSample(
+            token_ids=segment.token_ids,
+            loss_mask=segment.loss_mask,
+            logprobs=segment.logprobs,
+            advantages=mask * np.float32(value),
+            temperature=trajectory.temperature,
+            spans=segment.spans,
+            group_id=trajectory.group,
+            sample_id=f"{trajectory.group}/{trajectory.member}/{number}",
+        )
+
+
+def _metrics(batch: Batch, counts: _Counts, advantages: NDArray[np.float64]) -> dict[str, float]:
+    total = sum(len(group.trajectories) for group in batch.groups)
+    metrics = {
+        "group/count": float(counts.groups),
+        "group/zero_variance_fraction": counts.constant / counts.groups if counts.groups else 0.0,
+        "group/singletons": float(counts.singletons),
+        "rollout/excluded": float(sum(counts.reasons.values())),
+        "rollout/excluded_fraction": sum(counts.reasons.values()) / total if total else 0.0,
+    }
+    metrics |= {f"rollout/excluded/{reason}": float(count) for reason, count in counts.reasons.items()}
+    if advantages.size:
+        metrics |= {
+            "critic/advantages/mean": float(advantages.mean()),
+            "critic/advantages/max": float(advantages.max()),
+            "critic/advantages/min": float(advantages.min()),
+        }
+    return metrics

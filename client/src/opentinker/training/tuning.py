@@ -1,0 +1,95 @@
+"""What of a model is trained, how a step is taken, and what kind of servers do it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opentinker.errors import invalid
+from opentinkerapi.catalog.v1 import policy_pb2
+from opentinkerapi.scheduler.v1 import job_pb2
+from opentinkerapi.trainer.v1 import trainer_service_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """Low-rank adapters over a frozen base; the scale is alpha / rank."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: Sequence[str] = ()
+    """Names of linear layers. Default: all attention and MLP projections."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise invalid("rank", f"must be at least 1, not {self.rank}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise invalid("alpha", f"must be a positive finite number, not {self.alpha}")
+
+    def to_wire(self) -> policy_pb2.Tuning:
+        """As a message."""
+        lora = policy_pb2.LoraTuning(rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
+        return policy_pb2.Tuning(lora=lora)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """The optimizer with its hyperparameters for one step. `clip_norm` bounds the global gradient norm."""
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise invalid(name, f"must be a finite number of at least 0, not {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise invalid(name, f"must be in [0, 1), not {value}")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise invalid("eps", f"must be a positive finite number, not {self.eps}")
+        if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+            raise invalid("clip_norm", f"must be a positive finite number, not {self.clip_norm}")
+
+    def to_wire(self) -> trainer_service_pb2.AdamW:
+        """As a message; `clip_norm` is a field of the step itself."""
+        return trainer_service_pb2.AdamW(
+            learning_rate=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What kind of server a job wants behind a slot. None: the cluster's default."""
+
+    engine: str | None = None
+    """Trainer: "torch" or "noop". Inference: "vllm", "transformers" or "noop"."""
+    dtype: str | None = None
+    """ "float32" or "bfloat16"."""
+    serving_mode: str | None = None
+    """Inference: "adapter" or "merged"."""
+    max_lora_rank: int | None = None
+    context_tokens: int | None = None
+    """Longest sequence."""
+    exclusive: bool = False
+    """Not shared with other jobs."""
+
+    def to_wire(self) -> job_pb2.ServerOptions:
+        """As a message."""
+        return job_pb2.ServerOptions(
+            engine=self.engine or "",
+            dtype=self.dtype or "",
+            serving_mode=self.serving_mode or "",
+            max_lora_rank=self.max_lora_rank or 0,
+            context_tokens=self.context_tokens or 0,
+            exclusive=self.exclusive,
+        )
