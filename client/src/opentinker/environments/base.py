@@ -52,7 +52,7 @@ class Environment:
         return None
 
     def finalize(self) -> Reward | float | Awaitable[Reward | float | None] | None:
-        """The return of the whole episode, where it is known only at its end; None: the sum of the rewards."""
+        """The return of the whole episode, where only its end tells; None: the sum of the rewards."""
         return None
 
     def metrics(self) -> Mapping[str, float]:

@@ -43,7 +43,7 @@ _FAILURES = (RewardStatus.ENV_ERROR, RewardStatus.GRADER_ERROR, RewardStatus.TIM
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward. `value` is finite where `status` is VALID and None otherwise; `components` are named parts."""
+    """A reward. `value` is finite where `status` is VALID, otherwise None; `components` are named parts."""
 
     value: float | None = None
     status: RewardStatus = RewardStatus.VALID

@@ -36,7 +36,7 @@ async def call_directly(method: Callable[[], Any]) -> Any:
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits: what `call_directly` makes of plain methods. No event loop."""
+    """The result of a coroutine that never waits, as those of plain methods do not. No event loop."""
     try:
         coroutine.send(None)
     except StopIteration as stop:

@@ -22,7 +22,7 @@ def content_to_proto(content: Content) -> content_pb2.Content:
 
 
 def content_from_proto(content: content_pb2.Content) -> Content:
-    """Content as it came. InvalidEpisodeData for parts in the object store, which this version does not read."""
+    """Content as it came. InvalidEpisodeData for parts in the object store, which are not read here."""
     return Content(tuple(_part_from_proto(part) for part in content.parts))
 
 
@@ -58,7 +58,7 @@ def action_to_proto(action: Action) -> environment_pb2.AgentAction:
 
 
 def observation_from_proto(pending: Any) -> Observation | None:
-    """The observation of the only agent, None if no move is pending. InvalidEpisodeData for several agents."""
+    """The observation of the only agent, None if no move is pending; InvalidEpisodeData for several."""
     if not pending:
         return None
     if len(pending) != 1 or pending[0].agent != AGENT:

@@ -1,0 +1,225 @@
+"""The program that env_host starts for each worker: `python -m opentinker.environments.worker module:Class`.
+
+It holds many episodes of one environment class and answers frames (see `frames`) from standard input on its
+original standard output; what the environment prints goes to standard error, the worker's log. Plain
+environments are played one call after the other, in the order of the frames; `async` ones overlap. It ends
+when its input ends, and the kernel ends it when its host dies, even in the middle of an endless loop.
+
+Request: {"id", "op", "episode", ...}. Answer: {"id", "answer" | "error", "digest", "env_ns"}.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, BinaryIO
+
+from opentinker.environments import codec, frames
+from opentinker.environments.base import (
+    EnvironmentClass,
+    check_class,
+    describe,
+    is_async,
+    make,
+)
+from opentinker.environments.content import plain_json
+from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
+from opentinker.environments.runner import EnvironmentRaised, Runner, run_now
+
+Answer = tuple[dict[str, Any], list[bytes]]
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """The episodes of one class in this process."""
+
+    def __init__(self, cls: EnvironmentClass, name: str) -> None:
+        self._cls = cls
+        self.info = describe(cls, name)
+        self.concurrent = is_async(cls)
+        self._episodes: dict[str, Runner] = {}
+        self._operations: dict[str, Callable[[Mapping[str, Any]], Awaitable[Answer]]] = {
+            "begin": self._begin,
+            "step": self._step,
+            "finalize": self._finalize,
+            "close": self._close,
+            "check": self._check,
+            "tasks": self._tasks,
+        }
+
+    async def answer(self, request: Mapping[str, Any]) -> bytes:
+        """The frame that answers a request; never raises."""
+        started = time.perf_counter_ns()
+        header: dict[str, Any] = {"id": request["id"]}
+        blobs: list[bytes] = []
+        try:
+            header["answer"], blobs = await self._operations[request["op"]](request)
+            header["digest"] = codec.digest(header["answer"], blobs)
+        except EnvironmentRaised as raised:
+            sys.stderr.write(raised.trace)
+            header["error"] = {"kind": "raised", "text": raised.text}
+        except (InvalidOptions, EnvironmentDefinitionError) as error:
+            header["error"] = {"kind": "options", "text": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            header["error"] = {"kind": "raised", "text": f"{type(error).__name__}: {error}"}
+        header["env_ns"] = time.perf_counter_ns() - started
+        return frames.encode(header, blobs)
+
+    async def _begin(self, request: Mapping[str, Any]) -> Answer:
+        runner = Runner(self._cls, request["options"])
+        self._episodes[request["episode"]] = runner
+        observation = await runner.begin(request["seed"], request["task"])
+        blobs: list[bytes] = []
+        return {"observation": codec.plain_observation(observation, blobs)}, blobs
+
+    async def _step(self, request: Mapping[str, Any]) -> Answer:
+        blobs: list[bytes] = []
+        result = await self._episodes[request["episode"]].step(codec.read_action(request["action"]))
+        return codec.plain_step(result, blobs), blobs
+
+    async def _finalize(self, request: Mapping[str, Any]) -> Answer:
+        return codec.plain_result(await self._episodes[request["episode"]].finalize()), []
+
+    async def _close(self, request: Mapping[str, Any]) -> Answer:
+        runner = self._episodes.pop(request["episode"], None)
+        if runner is not None:
+            await runner.close()
+        return {}, []
+
+    async def _check(self, request: Mapping[str, Any]) -> Answer:
+        # Making one finds what the signature does not say: a value out of range.
+        try:
+            make(self._cls, request["options"])
+        except ValueError as error:
+            raise InvalidOptions(str(error)) from None
+        return {}, []
+
+    async def _tasks(self, request: Mapping[str, Any]) -> Answer:
+        tasks = make(self._cls, request["options"]).tasks(request["split"])
+        if tasks is None:
+            return {"tasks": None, "total": 0}, []
+        start, stop = request["offset"], min(request["offset"] + request["limit"], len(tasks))
+        page = [plain_json(tasks[index], "task") for index in range(start, stop)]
+        return {"tasks": page, "total": len(tasks)}, []
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until the input ends."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("target", help="module:Class")
+    parser.add_argument("--name", default="", help="the name it is hosted under")
+    parser.add_argument("--path", action="append", default=[], help="folder to find the module in")
+    parser.add_argument("--parent", type=int, default=0, help="process id of the host")
+    arguments = parser.parse_args(argv)
+    source, sink = _take_standard_streams()
+    _die_with(arguments.parent)
+    try:
+        worker = Worker(load(arguments.target, arguments.path), arguments.name)
+    except Exception as error:
+        traceback.print_exc()
+        sink.write(frames.encode({"unusable": f"{type(error).__name__}: {error}"}))
+        return 1
+    info = worker.info
+    hello = {
+        "name": info.name,
+        "description": info.description,
+        "version": info.version,
+        "max_turns": info.max_turns,
+        "deterministic": info.deterministic,
+        "splits": list(info.splits),
+        "concurrent": worker.concurrent,
+    }
+    sink.write(frames.encode({"hello": hello}))
+    if worker.concurrent:
+        asyncio.run(_serve_overlapping(worker, source, sink))
+    else:
+        _serve_in_order(worker, source, sink)
+    return 0
+
+
+def load(target: str, path: list[str]) -> EnvironmentClass:
+    """The class that `module:Class` names. EnvironmentDefinitionError, ImportError."""
+    module_name, _, attribute = target.partition(":")
+    if not attribute:
+        raise EnvironmentDefinitionError(f"{target!r} does not name a class as module:Class")
+    sys.path[:0] = path
+    value: Any = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        value = getattr(value, part)
+    check_class(value)
+    cls: EnvironmentClass = value
+    return cls
+
+
+def _serve_in_order(worker: Worker, source: BinaryIO, sink: "Sink") -> None:
+    while (frame := frames.read(source)) is not None:
+        sink.write(run_now(worker.answer(frame[0])))
+
+
+async def _serve_overlapping(worker: Worker, source: BinaryIO, sink: "Sink") -> None:
+    loop = asyncio.get_running_loop()
+    running: set[asyncio.Task[None]] = set()
+    ended = asyncio.Event()
+
+    async def serve(request: Mapping[str, Any]) -> None:
+        sink.write(await worker.answer(request))
+
+    def start(request: Mapping[str, Any]) -> None:
+        task = loop.create_task(serve(request))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    def read() -> None:
+        while (frame := frames.read(source)) is not None:
+            loop.call_soon_threadsafe(start, frame[0])
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, name="frames", daemon=True).start()
+    await ended.wait()
+
+
+def _take_standard_streams() -> tuple[BinaryIO, "Sink"]:
+    """The pipe to the host, out of reach of what the environment prints or reads."""
+    source = os.fdopen(os.dup(0), "rb")
+    sink = os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return source, Sink(sink)
+
+
+class Sink:
+    """Writes whole frames to a pipe, whose `write` may take less than it is given."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except BrokenPipeError:
+            # The host is gone; so is everyone who could be told.
+            os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its host dies, whatever the environment is doing."""
+    if parent and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

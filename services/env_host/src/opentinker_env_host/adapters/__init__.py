@@ -1,0 +1,1 @@
+"""What env_host is joined to: worker processes, the event bus."""

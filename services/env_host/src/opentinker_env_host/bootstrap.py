@@ -1,0 +1,129 @@
+"""Builds env_host from its settings; fakes come in by argument."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from opentinker_env_host.adapters.failures import BusFailureSink
+from opentinker_env_host.adapters.worker_process import ProcessLauncher, WorkerProgram
+from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
+from opentinker_env_host.domain.pool import PoolLimits, WorkerPool
+from opentinker_env_host.ports import WorkerLauncher
+from opentinker_env_host.servicer import EnvHostServicer
+from opentinker_env_host.settings import EnvHostSettings, EnvironmentSettings
+from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.clock import Clock, SystemClock
+from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
+from opentinker_kit.server import KitServer, build_server
+from opentinkerapi.env.v1 import env_host_service_pb2
+from opentinkerapi.env.v1.env_host_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+
+log = structlog.get_logger()
+
+_SERVICE = env_host_service_pb2.DESCRIPTOR.services_by_name["EnvHostService"]
+METHODS: Mapping[str, Access] = {
+    f"/{_SERVICE.full_name}/{method.name}": Access.CALLER for method in _SERVICE.methods
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EnvHost:
+    """A built env_host: `start`, then `serve` until it is told to stop, then `stop`."""
+
+    server: KitServer
+    host: EnvironmentHost
+    bus: EventBus
+
+    async def start(self, *, install_signals: bool = False) -> int:
+        """Listen, start the first workers, turn SERVING; returns the port."""
+        port = await self.server.start(install_signals=install_signals)
+        await self.host.start()
+        await self.server.set_serving(True)
+        return port
+
+    async def serve(self) -> None:
+        """Serve until the server is told to stop."""
+        reaper = asyncio.create_task(self.host.reap_forever(), name="reaper")
+        try:
+            await self.server.wait()
+        finally:
+            reaper.cancel()
+
+    async def stop(self) -> None:
+        """Kill the workers and close the bus."""
+        await self.host.stop()
+        await self.bus.close()
+
+
+def build(
+    settings: EnvHostSettings,
+    *,
+    clock: Clock | None = None,
+    bus: EventBus | None = None,
+    launchers: Mapping[str, WorkerLauncher] | None = None,
+) -> EnvHost:
+    """Everything, wired and not yet started."""
+    clock = clock or SystemClock()
+    bus = bus or _bus(settings)
+    pools = {
+        name: WorkerPool(
+            name,
+            launchers[name] if launchers is not None else ProcessLauncher(_program(settings, name, entry)),
+            _limits(settings, entry),
+        )
+        for name, entry in settings.environments.items()
+    }
+    limits = HostLimits(settings.max_episodes, settings.max_group_size, settings.journal_steps)
+    source = f"env_host/{settings.instance_id}" if settings.instance_id else "env_host"
+    host = EnvironmentHost(pools, limits, clock, BusFailureSink(bus, clock, source))
+    servicer = EnvHostServicer(host, clock)
+
+    async def drain() -> None:
+        host.draining = True
+
+    server = build_server(
+        settings,
+        lambda server: add_EnvHostServiceServicer_to_server(servicer, server),
+        service_names=[_SERVICE.full_name],
+        auth=AuthPolicy(settings.bootstrap_key(), settings.service_key(), METHODS),
+        on_drain=drain,
+    )
+    return EnvHost(server, host, bus)
+
+
+async def run(settings: EnvHostSettings) -> None:
+    """Serve until told to stop."""
+    env_host = build(settings)
+    try:
+        await env_host.start(install_signals=True)
+        await env_host.serve()
+    finally:
+        await env_host.stop()
+
+
+def _bus(settings: EnvHostSettings) -> EventBus:
+    return NatsEventBus(settings.nats_url, settings.nats_token()) if settings.nats_url else NullEventBus()
+
+
+def _program(settings: EnvHostSettings, name: str, entry: EnvironmentSettings) -> WorkerProgram:
+    return WorkerProgram(
+        environment=name,
+        target=entry.target,
+        path=entry.path,
+        python=entry.python or settings.default_python,
+        log_dir=settings.state_dir / "logs" / "workers",
+        start_timeout_s=settings.start_timeout_s,
+    )
+
+
+def _limits(settings: EnvHostSettings, entry: EnvironmentSettings) -> PoolLimits:
+    return PoolLimits(
+        warm=settings.warm_workers,
+        max_workers=settings.max_exclusive_workers if entry.exclusive else settings.max_workers,
+        episodes_per_worker=1 if entry.exclusive else settings.episodes_per_worker,
+        recycle_episodes=1 if entry.exclusive else settings.recycle_episodes,
+        recycle_bytes=settings.recycle_bytes,
+        wait_s=settings.worker_wait_s,
+    )

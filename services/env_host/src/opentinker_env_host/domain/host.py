@@ -1,0 +1,414 @@
+"""Episodes and the calls on them: open, begin, step, finalize, close, leases.
+
+A call works on its episode in a task of its own, so that a caller who gives up and asks again finds the
+answer. When a worker dies, its episodes are played again from seed and actions on another one at their next
+call, and go on only if every answer has the same digest as before.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from opentinker_env_host.domain.answers import FirstAnswers
+from opentinker_env_host.domain.episode import Answered, Episode, Recipe, not_found
+from opentinker_env_host.domain.pool import WorkerPool
+from opentinker_env_host.ports import (
+    EnvironmentFacts,
+    EnvironmentRaised,
+    FailureSink,
+    NoWorkerFree,
+    OptionsRefused,
+    Reply,
+    Worker,
+    WorkerError,
+    WorkerLost,
+    WorkerTimedOut,
+    WorkerUnusable,
+)
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.runtime.reasons import Reason
+
+log = structlog.get_logger()
+
+CLOSE_TIMEOUT_S = 5.0
+CHECK_TIMEOUT_S = 30.0
+MAX_CRASHES = 2
+MAX_RESTORES = 16
+REAP_EVERY_S = 0.5
+MEMORY_EVERY = 20
+"""Rounds of the reaper between two looks at the workers' memory."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What the host takes."""
+
+    max_episodes: int
+    max_group_size: int
+    journal_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Episodes that were opened together."""
+
+    name: str
+    episodes: tuple[str, ...]
+
+
+class EnvironmentHost:
+    """See the module's text. All methods raise ServiceError."""
+
+    def __init__(
+        self, pools: Mapping[str, WorkerPool], limits: HostLimits, clock: Clock, failures: FailureSink
+    ) -> None:
+        self._pools = pools
+        self._limits = limits
+        self._clock = clock
+        self._failures = failures
+        self._episodes: dict[str, Episode] = {}
+        self._answers: FirstAnswers[Group] = FirstAnswers(clock)
+        self._checked: set[tuple[str, str]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+        self.draining = False
+
+    @property
+    def playable(self) -> dict[str, WorkerPool]:
+        """The environments that can be played, by name."""
+        return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
+
+    def facts(self, environment: str) -> EnvironmentFacts:
+        """What a playable environment says about itself."""
+        facts = self.pool(environment).facts
+        assert facts is not None
+        return facts
+
+    @property
+    def open_episodes(self) -> int:
+        """How many episodes are open."""
+        return len(self._episodes)
+
+    async def start(self) -> None:
+        """Start the pools; one that fails leaves the others alone."""
+        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+
+    async def stop(self) -> None:
+        """Kill all workers; what was running fails."""
+        await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
+        for task in list(self._running):
+            task.cancel()
+
+    def pool(self, environment: str, field: str = "environment") -> WorkerPool:
+        """The pool of a playable environment."""
+        pool = self._pools.get(environment)
+        if pool is None:
+            known = ", ".join(sorted(self.playable)) or "none"
+            raise ServiceError(
+                Reason.UNKNOWN_ENVIRONMENT,
+                f"no environment {environment!r} here; known: {known}",
+                field=field,
+            )
+        if pool.facts is None:
+            raise ServiceError(
+                Reason.MISSING_DEPENDENCY, f"environment {environment!r} cannot be played: {pool.unusable}"
+            )
+        return pool
+
+    async def list_tasks(
+        self, environment: str, split: str, options: Mapping[str, Any], offset: int, limit: int
+    ) -> tuple[list[Mapping[str, Any]], int]:
+        """A page of a split's tasks and how many there are."""
+        pool = self.pool(environment)
+        splits = self.facts(environment).splits
+        if split not in splits:
+            known = ", ".join(splits) or "none; its tasks are drawn from the seed"
+            raise ServiceError(
+                Reason.INVALID_FIELD, f"{environment} has no split {split!r}; known: {known}", field="split"
+            )
+        reply = await self._without_episode(
+            pool, "tasks", split=split, options=options, offset=offset, limit=limit
+        )
+        return reply.answer["tasks"] or [], reply.answer["total"]
+
+    async def open_group(self, request_id: str, recipe: Recipe, size: int) -> Group:
+        """Open the episodes of a group; a repetition gets the first answer."""
+        if self.draining:
+            raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
+        body = json.dumps(
+            [recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
+        )
+        return await self._answers.get(request_id, body, lambda: self._open_group(recipe, size))
+
+    async def _open_group(self, recipe: Recipe, size: int) -> Group:
+        pool = self.pool(recipe.environment)
+        if not 1 <= size <= self._limits.max_group_size:
+            raise ServiceError(
+                Reason.INVALID_FIELD,
+                f"size must be from 1 to {self._limits.max_group_size}, not {size}",
+                field="size",
+            )
+        if len(self._episodes) + size > self._limits.max_episodes:
+            raise ServiceError(
+                Reason.OVERLOADED,
+                f"{len(self._episodes)} episodes are open and {self._limits.max_episodes} is the limit: "
+                "close some, or come back",
+                retry_after_s=1.0,
+            )
+        await self._check_options(pool, recipe.options)
+        now = self._clock.monotonic()
+        group = secrets.token_hex(8)
+        names = tuple(f"episodes/{group}-{member}" for member in range(size))
+        for name in names:
+            self._episodes[name] = Episode(name, recipe, expires_at=now + recipe.lease_ttl_s)
+        return Group(f"groups/{group}", names)
+
+    async def begin(self, name: str) -> Reply:
+        """The first observation."""
+        episode = self._episode(name)
+        return await self._work(self._begin(episode))
+
+    async def step(self, name: str, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
+        """Play one step, or give the stored answer of the last one. `key` identifies the request's
+        actions.
+        """
+        episode = self._episode(name)
+        return await self._work(self._step(episode, seq, key, action))
+
+    async def finalize(self, name: str) -> Reply:
+        """The return of the episode."""
+        episode = self._episode(name)
+        return await self._work(self._finalize(episode))
+
+    async def close(self, names: Sequence[str]) -> None:
+        """Free episodes; unknown ones are passed over."""
+        for name in names:
+            episode = self._episodes.pop(name, None)
+            if episode is not None:
+                episode.closed = True
+                self._in_background(self._free(episode))
+
+    def renew(self, names: Sequence[str]) -> tuple[list[str], float]:
+        """Renew leases; those that are gone, and how long the shortest of the others now lasts."""
+        now = self._clock.monotonic()
+        known = [self._episodes[name] for name in names if name in self._episodes]
+        for episode in known:
+            episode.renew(now)
+        lost = [name for name in names if name not in self._episodes]
+        return lost, min((episode.recipe.lease_ttl_s for episode in known), default=0.0)
+
+    async def reap_forever(self) -> None:
+        """End episodes whose lease is over; look at the workers' memory now and then."""
+        rounds = 0
+        while True:
+            await self._clock.sleep(REAP_EVERY_S)
+            await self.reap()
+            rounds += 1
+            if rounds % MEMORY_EVERY == 0:
+                for pool in self._pools.values():
+                    pool.check_memory()
+
+    async def reap(self) -> None:
+        """End the episodes whose lease is over."""
+        now = self._clock.monotonic()
+        expired = [episode for episode in self._episodes.values() if episode.expires_at <= now]
+        for episode in expired:
+            log.info("lease expired", episode=episode.name)
+            await self.close([episode.name])
+            await self._failures.episode_failed(episode.name, episode.recipe.environment, "LEASE_EXPIRED")
+
+    def _episode(self, name: str) -> Episode:
+        episode = self._episodes.get(name)
+        if episode is None:
+            raise not_found(name)
+        episode.renew(self._clock.monotonic())
+        return episode
+
+    async def _begin(self, episode: Episode) -> Reply:
+        async with episode.lock:
+            episode.check_alive()
+            if episode.first is None:
+                if self.draining:
+                    raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
+                reply, _ = await self._play(episode, lambda worker: self._reset(episode, worker))
+                episode.first = reply
+            return episode.first
+
+    async def _step(self, episode: Episode, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
+        async with episode.lock:
+            episode.check_alive()
+            stored = episode.check_step(seq, key)
+            if stored is not None:
+                return stored
+            timeout = episode.recipe.step_timeout_s
+            reply, replayed = await self._play(
+                episode, lambda worker: worker.call("step", timeout, episode=episode.name, action=action)
+            )
+            answered = Answered(reply, replayed)
+            episode.record(seq, key, action, answered)
+            return answered
+
+    async def _finalize(self, episode: Episode) -> Reply:
+        async with episode.lock:
+            episode.check_alive()
+            if episode.first is None:
+                raise ServiceError(Reason.INVALID_STATE, f"{episode.name} has not begun: call Begin first")
+            if episode.result is None:
+                timeout = episode.recipe.step_timeout_s
+                reply, _ = await self._play(
+                    episode, lambda worker: worker.call("finalize", timeout, episode=episode.name)
+                )
+                episode.result = reply
+            return episode.result
+
+    async def _play(self, episode: Episode, call: Callable[[Worker], Awaitable[Reply]]) -> tuple[Reply, bool]:
+        """Make a call on the episode's worker, on another one if that is dead; whether it was played
+        again.
+        """
+        replayed = False
+        while True:
+            try:
+                if episode.worker is None or not episode.worker.alive:
+                    replayed = await self._restore(episode) or replayed
+                assert episode.worker is not None
+                return await call(episode.worker), replayed
+            except WorkerLost as lost:
+                episode.crashes += lost.suspect
+                log.warning("episode lost its worker", episode=episode.name, error=str(lost))
+                if episode.crashes >= MAX_CRASHES:
+                    text = f"its worker died twice while it worked on this episode ({lost})"
+                    raise await self._fail(episode, Reason.ENV_CRASHED, text, "ENV_CRASH") from None
+            except WorkerTimedOut as error:
+                raise await self._fail(episode, Reason.STEP_TIMEOUT, str(error), "STEP_TIMEOUT") from None
+            except (EnvironmentRaised, OptionsRefused) as error:
+                raise await self._fail(episode, Reason.ENV_CRASHED, str(error), "ENV_CRASH") from None
+            except NoWorkerFree as error:
+                raise ServiceError(Reason.OVERLOADED, str(error), retry_after_s=1.0) from None
+            except WorkerUnusable as error:
+                text = f"no worker starts for it: {error}"
+                raise await self._fail(episode, Reason.ENV_CRASHED, text, "SANDBOX_LOST") from None
+
+    async def _restore(self, episode: Episode) -> bool:
+        """Give the episode a live worker and play there what was played; whether anything was."""
+        pool = self.pool(episode.recipe.environment)
+        await self._let_go(episode)
+        begun = episode.first is not None
+        if begun:
+            await self._check_replayable(episode, pool)
+        # Who may have killed a worker gets one of its own: a second death then hits nobody else.
+        episode.worker = await pool.acquire(episode.name, alone=episode.crashes > 0)
+        if episode.first is None:
+            return False
+        reply = await self._reset(episode, episode.worker)
+        await self._check_same(episode, 0, episode.first.digest, reply.digest)
+        timeout = episode.recipe.step_timeout_s
+        for seq, turn in enumerate(episode.journal, start=1):
+            reply = await episode.worker.call("step", timeout, episode=episode.name, action=turn.action)
+            await self._check_same(episode, seq, turn.digest, reply.digest)
+        log.info("episode played again", episode=episode.name, steps=len(episode.journal))
+        return True
+
+    async def _check_replayable(self, episode: Episode, pool: WorkerPool) -> None:
+        episode.restores += 1
+        why = ""
+        if pool.facts is not None and not pool.facts.deterministic:
+            why = "its environment does not promise to repeat itself"
+        elif len(episode.journal) > self._limits.journal_steps:
+            why = f"it has {len(episode.journal)} steps and at most {self._limits.journal_steps} are replayed"
+        elif episode.restores > MAX_RESTORES:
+            why = f"it lost its worker {episode.restores} times"
+        if why:
+            text = f"the episode's worker died and the episode is not played again: {why}"
+            raise await self._fail(episode, Reason.ENV_CRASHED, text, "SANDBOX_LOST")
+
+    async def _check_same(self, episode: Episode, seq: int, known: str, now: str) -> None:
+        if known != now:
+            what = f"step {seq}" if seq else "the first observation"
+            text = f"the episode's worker died, and played again {what} came out differently"
+            raise await self._fail(episode, Reason.ENV_CRASHED, text, "SANDBOX_LOST")
+
+    async def _reset(self, episode: Episode, worker: Worker) -> Reply:
+        recipe = episode.recipe
+        return await worker.call(
+            "begin",
+            recipe.step_timeout_s,
+            episode=episode.name,
+            seed=recipe.seed,
+            task=recipe.task,
+            options=recipe.options,
+        )
+
+    async def _fail(self, episode: Episode, reason: Reason, text: str, end_reason: str) -> ServiceError:
+        """End the episode: from now on it answers with the error returned here."""
+        log.warning("episode failed", episode=episode.name, reason=end_reason, text=text)
+        metadata = {"episode": episode.name, "end_reason": end_reason}
+        episode.failure = ServiceError(reason, text, metadata=metadata)
+        self._in_background(self._free(episode))
+        await self._failures.episode_failed(episode.name, episode.recipe.environment, end_reason)
+        return episode.failure
+
+    async def _free(self, episode: Episode) -> None:
+        """Let the environment clean up, then give the worker back."""
+        async with episode.lock:
+            if episode.worker is not None and episode.worker.alive:
+                try:
+                    await episode.worker.call("close", CLOSE_TIMEOUT_S, episode=episode.name)
+                except WorkerError as error:
+                    log.info("episode did not close", episode=episode.name, error=str(error))
+            await self._let_go(episode)
+
+    async def _let_go(self, episode: Episode) -> None:
+        worker, episode.worker = episode.worker, None
+        if worker is not None:
+            await self._pools[episode.recipe.environment].release(episode.name, worker)
+
+    async def _check_options(self, pool: WorkerPool, options: Mapping[str, Any]) -> None:
+        key = (pool.name, json.dumps(options, sort_keys=True))
+        if key not in self._checked:
+            await self._without_episode(pool, "check", options=options)
+            if len(self._checked) > 10_000:
+                self._checked.clear()
+            self._checked.add(key)
+
+    async def _without_episode(self, pool: WorkerPool, operation: str, **fields: Any) -> Reply:
+        """A question to any worker of the pool."""
+        ticket = f"{operation}-{secrets.token_hex(4)}"
+        for attempt in range(MAX_CRASHES):
+            try:
+                worker = await pool.acquire(ticket)
+                try:
+                    return await worker.call(operation, CHECK_TIMEOUT_S, **fields)
+                finally:
+                    await pool.release(ticket, worker)
+            except OptionsRefused as error:
+                raise ServiceError(Reason.INVALID_FIELD, str(error), field="options_json") from None
+            except WorkerLost as error:
+                log.warning("worker lost", environment=pool.name, operation=operation, attempt=attempt)
+                last: WorkerError = error
+            except WorkerTimedOut as error:
+                raise ServiceError(Reason.STEP_TIMEOUT, str(error)) from None
+            except WorkerError as error:
+                raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
+        raise ServiceError(Reason.ENV_CRASHED, str(last))
+
+    async def _work(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end even if the caller goes away."""
+        return await asyncio.shield(self._in_background(work))
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # raised where it is awaited; a caller who left does not want it

@@ -1,0 +1,114 @@
+"""What the rules of env_host need from outside: workers, a clock, a place to announce failures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Plain = Mapping[str, Any]
+"""A JSON object; images and arrays in it are indices into the byte strings beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFacts:
+    """What an environment says about itself, as its worker reports it."""
+
+    description: str
+    version: str
+    max_turns: int
+    deterministic: bool
+    splits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker's answer. `digest` is a hash of what the agent sees; `env_s` the time inside the
+    environment.
+    """
+
+    answer: Plain
+    blobs: Sequence[bytes]
+    digest: str
+    env_s: float
+
+
+class WorkerError(Exception):
+    """Base of what a call to a worker can end with instead of a reply."""
+
+
+class EnvironmentRaised(WorkerError):
+    """The environment's code raised; the worker lives on."""
+
+
+class OptionsRefused(WorkerError):
+    """The environment does not take these options."""
+
+
+class WorkerTimedOut(WorkerError):
+    """The call passed its deadline; the worker was killed for it."""
+
+
+class WorkerLost(WorkerError):
+    """The worker died. `suspect`: this call was running then, so that it may be the cause."""
+
+    def __init__(self, text: str, *, suspect: bool) -> None:
+        super().__init__(text)
+        self.suspect = suspect
+
+
+class WorkerUnusable(WorkerError):
+    """The worker could not import its environment; the text says why."""
+
+
+class NoWorkerFree(WorkerError):
+    """Every worker that may exist is taken by another episode."""
+
+
+class Worker(Protocol):
+    """One worker process."""
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        ...
+
+    @property
+    def facts(self) -> EnvironmentFacts:
+        """What it reported when it started."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still takes calls."""
+        ...
+
+    async def call(self, operation: str, timeout_s: float, **fields: Any) -> Reply:
+        """One call. `timeout_s` counts from when the worker gets to it. Raises a WorkerError."""
+        ...
+
+    def kill(self, why: str) -> None:
+        """End it now, with everything it started."""
+        ...
+
+    async def wait(self) -> str:
+        """Return when it has ended; how it ended."""
+        ...
+
+    def resident_bytes(self) -> int:
+        """Memory it holds; 0 when it is gone."""
+        ...
+
+
+class WorkerLauncher(Protocol):
+    """Starts workers of one environment."""
+
+    async def start(self) -> Worker:
+        """A worker that has imported its environment. WorkerUnusable if it cannot."""
+        ...
+
+
+class FailureSink(Protocol):
+    """Where it is announced that infrastructure ended an episode."""
+
+    async def episode_failed(self, episode: str, environment: str, reason: str) -> None:
+        """Announce it; never blocks for long and never raises."""
+        ...

@@ -1,0 +1,76 @@
+"""What env_host can be told."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from opentinker_kit.settings import ServerSettings
+
+_ID = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,61}[a-z0-9])?")
+
+
+class EnvironmentSettings(BaseModel):
+    """One environment to host."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    """`module:Class`, importable by the worker's interpreter; the host never imports it."""
+    path: tuple[Path, ...] = ()
+    """Folders put in front of the worker's module search path."""
+    python: Path | None = None
+    """The worker's interpreter, of a virtual environment with `opentinker` and the package; by default ours.
+    """
+    exclusive: bool = False
+    """One episode per worker process, for libraries whose randomness is global to the process."""
+
+
+def _shipped() -> dict[str, EnvironmentSettings]:
+    module = "opentinker.environments.builtin"
+    return {
+        "arithmetic": EnvironmentSettings(target=f"{module}:Arithmetic"),
+        "guess_number": EnvironmentSettings(target=f"{module}:GuessNumber"),
+    }
+
+
+class EnvHostSettings(ServerSettings):
+    """Settings of env_host."""
+
+    environments: dict[str, EnvironmentSettings] = Field(default_factory=_shipped)
+    """What is hosted, by name."""
+    warm_workers: int = Field(default=1, ge=0, le=64)
+    """Idle workers kept ready for each environment."""
+    max_workers: int = Field(default=4, ge=1, le=256)
+    """Worker processes of one environment that share episodes."""
+    max_exclusive_workers: int = Field(default=32, ge=1, le=1024)
+    """Worker processes of one exclusive environment; further episodes wait for one."""
+    episodes_per_worker: int = Field(default=32, ge=1)
+    """Episodes on a shared worker before another is started."""
+    worker_wait_s: float = Field(default=60.0, gt=0)
+    """How long an episode waits for a free worker before it is told to come back."""
+    recycle_episodes: int = Field(default=10_000, ge=1)
+    """Episodes after which a worker is replaced."""
+    recycle_bytes: int = Field(default=2 << 30, ge=1 << 20)
+    """Resident memory from which on a worker is replaced once its episodes are over."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a worker may take to import its environment."""
+    max_episodes: int = Field(default=8192, ge=1)
+    """Open episodes in all."""
+    max_group_size: int = Field(default=1024, ge=1)
+    journal_steps: int = Field(default=2000, ge=0)
+    """Longest episode that can be played again after the death of its worker."""
+
+    @property
+    def default_python(self) -> Path:
+        """The interpreter of workers that name none."""
+        return Path(sys.executable)
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        for name in self.environments:
+            if not _ID.fullmatch(name):
+                raise ValueError(f"environment name {name!r}: lower-case letters, digits, and _ . - inside")
+        return self

@@ -1,0 +1,104 @@
+"""Environments that behave badly on purpose. Only worker processes import this module."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from opentinker.environments import Action, Environment, Image, Observation, Reward, StepResult
+
+
+class Counter(Environment):
+    """Counts its steps; a step does what its action says. Observations also tell the process."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train",)
+
+    def __init__(self, start: int = 0, flag: str = "", tell_process: bool = False) -> None:
+        self._count = start
+        self._flag = Path(flag) if flag else None
+        self._tell_process = tell_process
+
+    def tasks(self, split: str) -> list[dict[str, Any]]:
+        return [{"start": number} for number in range(2500)]
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        self._random = random.Random(seed)
+        self._count += task.get("start", 0)
+        return self._see()
+
+    def step(self, action: Action) -> StepResult:
+        self._count += 1
+        verb = action.text
+        if verb == "hang":
+            while True:
+                pass
+        if verb == "sleep":
+            time.sleep(0.5)
+        if verb == "die":
+            os._exit(3)
+        if verb == "die once" and self._flag is not None and not self._flag.exists():
+            self._flag.touch()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if verb == "raise":
+            raise RuntimeError("the goblin left")
+        if verb == "nan":
+            return StepResult(self._see(), reward=float("nan"))
+        if verb == "print":
+            print("hello from the environment")  # noqa: T201
+        if verb == "fork":
+            os.system("sleep 300 &")
+        if verb == "end":
+            return StepResult(None, reward=float(self._count), terminated=True, info={"count": self._count})
+        return StepResult(self._see(), reward=0.5)
+
+    def metrics(self) -> dict[str, float]:
+        return {"count": self._count}
+
+    def _see(self) -> Observation:
+        process = f" in {os.getpid()}" if self._tell_process else ""
+        number = self._random.randrange(10**9)
+        return Observation(f"count {self._count} of {number}{process}", info={"time": time.time()})
+
+
+class Forgetful(Counter):
+    """Does not repeat itself, and does not say so."""
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return super().reset(seed=time.time_ns(), task=task)
+
+
+class Honest(Forgetful):
+    """Does not repeat itself, and says so."""
+
+    deterministic: ClassVar[bool] = False
+
+
+class Waiting(Environment):
+    """Waits without holding the process."""
+
+    async def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return Observation("go")
+
+    async def step(self, action: Action) -> StepResult:
+        await asyncio.sleep(float(action.text))
+        return StepResult("slept", reward=1.0, truncated=True)
+
+
+class Rich(Environment):
+    """Messages, images, legal actions, named reward parts."""
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return Observation(
+            messages=[{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+        )
+
+    def step(self, action: Action) -> StepResult:
+        seen = Observation(["look", Image(b"\x89PNG" + bytes(1000))], legal_actions=["left", "right"])
+        return StepResult(seen, reward=Reward(1.0, components={"style": 0.25, "truth": 0.75}))
+
+
+class Broken:
+    """No environment at all."""
