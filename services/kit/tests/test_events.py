@@ -17,7 +17,7 @@ from opentinker_kit.events import (
     subject_of,
 )
 from opentinker_kit.processes import free_port
-from opentinker_kit.testing import NatsServer, running_nats, wait_until
+from opentinker_kit.testing import NatsServer, start_nats, wait_until
 from opentinkerapi.events.v1 import event_pb2
 
 
@@ -119,7 +119,7 @@ async def test_with_nats_down_nothing_blocks_and_the_queue_is_bounded() -> None:
 
 
 async def test_events_queued_while_nats_was_down_arrive_when_it_is_back(tmp_path: Path) -> None:
-    with running_nats(tmp_path) as server:
+    with start_nats(tmp_path) as server:
         async with bus_at(server.url) as bus:
             heard = bus.subscribe("opentinker.v1.>", durable="all")
             waiting = asyncio.create_task(take(heard, 3, within_s=30))
@@ -134,7 +134,7 @@ async def test_events_queued_while_nats_was_down_arrive_when_it_is_back(tmp_path
 
 
 async def test_a_bus_that_starts_before_nats_connects_when_it_comes(tmp_path: Path) -> None:
-    with running_nats(tmp_path) as server:
+    with start_nats(tmp_path) as server:
         server.kill()
         async with bus_at(server.url) as bus:
             await bus.publish(job("early"))

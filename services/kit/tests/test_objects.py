@@ -12,7 +12,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import MemoryObjectStore, ObjectStore, S3ObjectStore
 from opentinker_kit.processes import free_port
 from opentinker_kit.settings import S3Settings
-from opentinker_kit.testing import running_weed
+from opentinker_kit.testing import start_weed
 from opentinkerapi.runtime.reasons import Reason
 
 
@@ -153,7 +153,7 @@ async def test_no_server_is_a_typed_error(tmp_path: Path) -> None:
 
 
 async def test_a_restarting_server_is_waited_for_and_keeps_its_objects(tmp_path: Path) -> None:
-    with running_weed(tmp_path) as server:
+    with start_weed(tmp_path) as server:
         store = S3ObjectStore(server.settings)
         await store.put("kept", b"bytes")
         server.kill()

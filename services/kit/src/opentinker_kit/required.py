@@ -1,9 +1,9 @@
 """Enforces `(google.api.field_behavior) = REQUIRED`, in a message and everything below it.
 
-What is checked for a message type is worked out once from its descriptor. Absent means: an empty string,
-bytes or list, an unset message, an enum's zero. A number or bool without presence cannot be told from its
-zero value, so REQUIRED demands it only where the field is declared `optional`. Members of a oneof are checked
-only as far as what is set; that some member must be set is for the handler to say.
+What is checked for a message type is worked out once from its descriptor. Missing means: unset, or for what
+has no presence its zero value (an empty string, bytes or list, 0, an enum's zero); numbers that may be 0 are
+not declared REQUIRED. Members of a oneof are checked only as far as what is set; that some member must be set
+is for the handler to say.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
 _MAX_VIOLATIONS = 12
-_TEXT = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_ENUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,7 @@ def _is_set(message: Message, field: FieldDescriptor) -> bool:
         return len(getattr(message, field.name)) > 0
     if field.has_presence:
         return message.HasField(field.name)
-    if field.cpp_type in _TEXT:
-        return bool(getattr(message, field.name))
-    return True
+    return bool(getattr(message, field.name))
 
 
 @cache

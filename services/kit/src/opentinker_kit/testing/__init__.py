@@ -8,8 +8,6 @@ from opentinker_kit.testing.models import build_tiny_qwen3
 from opentinker_kit.testing.servers import (
     NatsServer,
     S3Server,
-    running_nats,
-    running_weed,
     start_nats,
     start_weed,
 )
@@ -20,8 +18,6 @@ __all__ = [
     "S3Server",
     "build_tiny_qwen3",
     "free_port",
-    "running_nats",
-    "running_weed",
     "start_nats",
     "start_weed",
     "wait_until",

@@ -9,20 +9,20 @@ import pytest
 
 from opentinker_kit.settings import S3Settings
 from opentinker_kit.testing.models import build_tiny_qwen3
-from opentinker_kit.testing.servers import NatsServer, S3Server, running_nats, running_weed
+from opentinker_kit.testing.servers import NatsServer, S3Server, start_nats, start_weed
 
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """A running nats-server with JetStream, shared by the session."""
-    with running_nats(tmp_path_factory.mktemp("nats")) as server:
+    with start_nats(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A running S3 server, shared by the session."""
-    with running_weed(tmp_path_factory.mktemp("s3")) as server:
+    with start_weed(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 

@@ -3,10 +3,10 @@
 import contextlib
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from opentinker_kit.files import write_atomic
 from opentinker_kit.processes import Nats, StartError, Weed, free_port, stop, wait_for_answer
@@ -42,7 +42,13 @@ class NatsServer:
         wait_for_answer(self.process, program, self.nats.answers)
 
     def stop(self) -> None:
-        stop(self.process)
+        stop(self.process, grace_s=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 @dataclass(slots=True)
@@ -69,9 +75,15 @@ class S3Server:
         stop(self.process, grace_s=0)
         self.weed.remove_sockets()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
 
 def start_nats(directory: Path) -> NatsServer:
-    """Start a nats-server that keeps its data in `directory`."""
+    """Start a nats-server that keeps its data in `directory`; a with statement stops it at its end."""
     return _again_if_ports_are_taken(lambda: _start_nats(directory))
 
 
@@ -88,7 +100,10 @@ def _start_nats(directory: Path) -> NatsServer:
 
 
 def start_weed(directory: Path, bucket: str = "opentinker", volume_size_mb: int | None = 64) -> S3Server:
-    """Start an S3 server that keeps its data in `directory`, with an empty bucket."""
+    """Start an S3 server that keeps its data in `directory`, with an empty bucket.
+
+    A with statement stops it at its end.
+    """
     return _again_if_ports_are_taken(lambda: _start_weed(directory, bucket, volume_size_mb))
 
 
@@ -114,23 +129,3 @@ def _again_if_ports_are_taken(start: Callable[[], ServerT]) -> ServerT:
         with contextlib.suppress(StartError):
             return start()
     return start()
-
-
-@contextlib.contextmanager
-def running_nats(directory: Path) -> Iterator[NatsServer]:
-    """`start_nats`, stopped at the end."""
-    server = start_nats(directory)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def running_weed(directory: Path, volume_size_mb: int | None = 64) -> Iterator[S3Server]:
-    """`start_weed`, stopped at the end."""
-    server = start_weed(directory, volume_size_mb=volume_size_mb)
-    try:
-        yield server
-    finally:
-        server.stop()
