@@ -1,0 +1,1 @@
+"""Rules of the trainer; knows no wire, no storage and no model library."""

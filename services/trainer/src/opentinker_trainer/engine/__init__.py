@@ -1,0 +1,1 @@
+"""What runs in engine children: the only modules of the trainer that import torch."""

@@ -1,0 +1,117 @@
+"""The no-op engine's process: answers at once with results of the right shape, all zeros.
+
+For tests and benchmarks of everything around an engine. It trains nothing, is chosen only by `engine: noop`,
+and says so in GetCapabilities.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from opentinker_kit.frames import EngineServer, Handler
+from opentinker_trainer import wire
+from opentinkerapi.catalog.v1 import policy_pb2
+from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime.tensors import pack_floats
+from opentinkerapi.trainer.v1 import operation_pb2
+
+_WIDTH = 8
+
+
+class NoopHandlers:
+    """Counts steps, and nothing else."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+        self._lora: dict[str, policy_pb2.LoraTuning] = {}
+
+    def table(self) -> Mapping[str, Handler]:
+        """Method name -> handler."""
+        return {
+            "Load": Handler(pb.TrainLoadRequest, self.load),
+            "CreatePolicy": Handler(pb.TrainCreatePolicyRequest, self.create_policy),
+            "DropPolicy": Handler(pb.TrainDropPolicyRequest, self.drop_policy),
+            "Forward": Handler(pb.TrainForwardRequest, self.forward),
+            "ForwardBackward": Handler(pb.TrainForwardBackwardRequest, self.forward_backward),
+            "OptimStep": Handler(pb.TrainOptimStepRequest, self.optim_step),
+            "Save": Handler(pb.TrainSaveRequest, self.save),
+            "Restore": Handler(pb.TrainRestoreRequest, self.restore),
+        }
+
+    def load(self, _request: pb.TrainLoadRequest) -> pb.TrainLoadResponse:
+        layer = pb.LinearLayers(name="q_proj", count=1, in_features=_WIDTH, out_features=_WIDTH)
+        return pb.TrainLoadResponse(vocab_size=2**31 - 1, context_tokens=2**20, linear_layers=[layer])
+
+    def create_policy(self, request: pb.TrainCreatePolicyRequest) -> pb.TrainCreatePolicyResponse:
+        self._steps[request.policy] = 0
+        self._lora[request.policy] = request.lora
+        return pb.TrainCreatePolicyResponse()
+
+    def drop_policy(self, request: pb.TrainDropPolicyRequest) -> pb.TrainDropPolicyResponse:
+        self._steps.pop(request.policy, None)
+        return pb.TrainDropPolicyResponse()
+
+    def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
+        outputs = [_zeros(len(sample.loss_mask)) for sample in request.samples]
+        return pb.TrainForwardResponse(result=operation_pb2.ForwardResult(outputs=outputs))
+
+    def forward_backward(self, request: pb.TrainForwardBackwardRequest) -> pb.TrainForwardBackwardResponse:
+        components = wire.components_of(request.losses)
+        count = sum(sum(sample.loss_mask) for sample in request.samples)
+        metrics = {f"loss/{component.name}": (0.0, float(count)) for component in components}
+        result = operation_pb2.ForwardBackwardResult(
+            components=[
+                operation_pb2.ComponentSum(component=component.name, loss_sum=0.0, weight=count)
+                for component in components
+            ],
+            metrics=wire.metric_messages(metrics),
+            trained_tokens=count,
+        )
+        if request.return_logprobs:
+            result.outputs.extend(_zeros(len(sample.loss_mask)) for sample in request.samples)
+        return pb.TrainForwardBackwardResponse(result=result)
+
+    def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
+        self._steps[request.policy] += 1
+        result = operation_pb2.OptimStepResult(step=self._steps[request.policy])
+        return pb.TrainOptimStepResponse(result=result)
+
+    def save(self, request: pb.TrainSaveRequest) -> pb.TrainSaveResponse:
+        directory = Path(request.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        step = self._steps[request.policy]
+        lora = self._lora[request.policy]
+        # The step is in the weights, so that versions differ like real ones.
+        name = "base_model.model.model.layers.0.self_attn.q_proj"
+        weights = {
+            f"{name}.lora_A.weight": np.full((lora.rank, _WIDTH), step, np.float32),
+            f"{name}.lora_B.weight": np.zeros((_WIDTH, lora.rank), np.float32),
+        }
+        save_file(weights, directory / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": ["q_proj"]}
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+        files = ["adapter_model.safetensors", "adapter_config.json"]
+        if not request.adapter_only:
+            (directory / "engine.json").write_text(json.dumps({"steps": step}))
+            files.append("engine.json")
+        return pb.TrainSaveResponse(files=files)
+
+    def restore(self, request: pb.TrainRestoreRequest) -> pb.TrainRestoreResponse:
+        state = json.loads((Path(request.directory) / "engine.json").read_text())
+        self._steps[request.policy] = 0 if request.weights_only else int(state["steps"])
+        return pb.TrainRestoreResponse(step=self._steps[request.policy])
+
+
+def _zeros(length: int) -> operation_pb2.SampleOutput:
+    return operation_pb2.SampleOutput(logprobs=pack_floats(np.zeros(length, np.float32)))
+
+
+def main() -> None:
+    EngineServer(NoopHandlers().table()).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opentinker_trainer.domain.plan import PlanSettings
+from opentinker_trainer.domain.tuning import LoraSpec
+from opentinker_trainer.engine.compute import ComputeSettings
+from opentinker_trainer.engine.core import EngineSettings, TorchEngine
+
+MakeEngine = Callable[..., TorchEngine]
+
+ALL_LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+SPEC = LoraSpec(8, 16.0, ALL_LINEAR)
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_model_dir: Path) -> MakeEngine:
+    """Builds engines over the tiny model; keywords are settings of the launch."""
+
+    def make(
+        *, dtype: str = "float32", attention: str = "sdpa", logit_rows: int = 256, **plan: int | bool
+    ) -> TorchEngine:
+        compute = ComputeSettings(PlanSettings(**plan), logit_rows)  # type: ignore[arg-type]
+        return TorchEngine(
+            EngineSettings(
+                tiny_model_dir, "tiny-qwen3-random", dtype=dtype, attention=attention, compute=compute
+            )
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_engine(make_engine: MakeEngine) -> TorchEngine:
+    """An engine of the session for tests that only add policies of their own names."""
+    return make_engine()

@@ -1,0 +1,81 @@
+"""Chunked logprobs against log_softmax, forwards and backwards, and what they keep in memory."""
+
+import pytest
+import torch
+
+from opentinker_trainer.engine.logprobs import token_scores
+
+
+def case(count: int = 10, width: int = 8, vocabulary: int = 40) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, width, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator)
+    bias = torch.randn(vocabulary, dtype=torch.float64, generator=generator)
+    targets = torch.randint(vocabulary, (count,), generator=generator)
+    temperatures = torch.linspace(0.5, 1.5, count, dtype=torch.float64)
+    return hidden, weight, bias, targets, temperatures
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
+def test_values_entropy_and_gradient_equal_log_softmax(chunk: int) -> None:
+    hidden, weight, bias, targets, temperatures = case()
+    scale = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
+    scores = token_scores(hidden, weight, bias, targets, temperatures, chunk=chunk, entropy=True)
+    (gradient,) = torch.autograd.grad((scores.logprobs * scale).sum(), hidden)
+
+    expected = torch.log_softmax((hidden @ weight.T + bias) / temperatures[:, None], -1)
+    chosen = expected.gather(1, targets[:, None])[:, 0]
+    (expected_gradient,) = torch.autograd.grad((chosen * scale).sum(), hidden)
+    torch.testing.assert_close(scores.logprobs, chosen, atol=1e-12, rtol=0)
+    torch.testing.assert_close(scores.entropy, -(expected.exp() * expected).sum(-1), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-12, rtol=0)
+
+
+def test_temperature_is_applied_to_the_logits() -> None:
+    """B51, T1 of the reference: logits 2, 1, 0, -1 and token 1 at temperature 0.7."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
+    identity = torch.eye(4, dtype=torch.float64)
+    for temperature, expected in [(1.0, -1.440189698561), (0.7, -1.699245259261)]:
+        scores = token_scores(
+            logits,
+            identity,
+            None,
+            torch.tensor([1]),
+            torch.tensor([temperature], dtype=torch.float64),
+            chunk=4,
+            entropy=False,
+        )
+        assert scores.logprobs.item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_logit_of_minus_infinity_has_no_entropy() -> None:
+    scores = token_scores(
+        torch.ones(1, 1, dtype=torch.float64),
+        torch.tensor([[0.0], [-torch.inf]], dtype=torch.float64),
+        None,
+        torch.tensor([0]),
+        torch.ones(1, dtype=torch.float64),
+        chunk=1,
+        entropy=True,
+    )
+    assert scores.logprobs.item() == 0.0
+    assert scores.entropy.item() == 0.0
+
+
+def test_between_passes_no_logits_are_kept() -> None:
+    """B115: what autograd saves between the passes does not grow with vocabulary times tokens."""
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    vocabulary, width, count, chunk = 4096, 16, 512, 64
+    hidden = torch.randn(count, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width)
+    targets = torch.randint(vocabulary, (count,))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        scores = token_scores(hidden, weight, None, targets, torch.ones(count), chunk=chunk, entropy=True)
+    assert max(saved) <= max(vocabulary * width, count * width)
+    scores.logprobs.sum().backward()
+    assert hidden.grad is not None
