@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -67,3 +68,9 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
+
+
+def become_subreaper() -> None:
+    """Become the parent of descendants whose own parent dies, instead of init (Linux)."""
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")

@@ -78,6 +78,8 @@ class Program:
     argv: Sequence[str]
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    drops: Sequence[str] = ()
+    """Variables of our environment that it must not see; prefixes where they end in `*`."""
     pass_fds: Sequence[int] = ()
     dies_with_parent: bool = True
     """Have the kernel kill it with us; for programs that know no lifeline. Only from the main thread."""
@@ -85,8 +87,12 @@ class Program:
     def start(self) -> subprocess.Popen[bytes]:
         """Start it in a process group of its own, its output appended to the log."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        exact = {name for name in self.drops if not name.endswith("*")}
+        prefixes = tuple(name[:-1] for name in self.drops if name.endswith("*"))
         inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "S3_", "WEED_"))
+            key: value
+            for key, value in os.environ.items()
+            if key not in exact and not key.startswith(prefixes)
         }
         with self.log_path.open("ab") as output:
             return subprocess.Popen(
@@ -214,7 +220,9 @@ class Weed:
         ]
         if self.volume_size_mb is not None:
             argv.append(f"-master.volumeSizeLimitMB={self.volume_size_mb}")
-        return Program("weed", argv, self.directory / "weed.log")
+        # It would take credentials, buckets and options from variables meant for others.
+        drops = ("AWS_*", "S3_*", "WEED_*")
+        return Program("weed", argv, self.directory / "weed.log", drops=drops)
 
     def answers(self, bucket: str) -> bool:
         """Whether S3 takes the credentials and has the bucket, which is made if it is missing."""
