@@ -1,13 +1,16 @@
 """Add and subtract two numbers in one turn."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from opentinker.environments.base import Environment, Task
 from opentinker.environments.builtin.draws import draw
 from opentinker.environments.errors import InvalidEpisodeData, InvalidOptions
 from opentinker.environments.types import Action, Observation, StepResult
+
+Problem = tuple[int, str, int]
 
 OPERATORS = ("+", "-")
 TEST_SIZE = 200
@@ -46,32 +49,33 @@ class Arithmetic(Environment):
     def tasks(self, split: str) -> Sequence[Task] | None:
         if split != "test":
             return None
-        return [{"a": a, "op": operator, "b": b} for a, operator, b in self._held_out()]
+        return [{"a": a, "op": operator, "b": b} for a, operator, b in _held_out(self._min, self._span)]
 
-    def _draw(self, seed: int) -> tuple[int, str, int]:
-        held_out = set(self._held_out())
+    def _draw(self, seed: int) -> Problem:
+        held_out = _held_out(self._min, self._span)
         attempt = 0
-        while (problem := self._problem(seed, f"arithmetic:{attempt}")) in held_out:
+        while (problem := _problem(seed, f"arithmetic:{attempt}", self._min, self._span)) in held_out:
             attempt += 1
         return problem
 
-    def _held_out(self) -> Iterator[tuple[int, str, int]]:
-        """The test problems: as many as there are, but at most a quarter of all."""
-        size = min(TEST_SIZE, self._span * self._span * len(OPERATORS) // 4)
-        seen: set[tuple[int, str, int]] = set()
-        index = 0
-        while len(seen) < size:
-            problem = self._problem(index, "arithmetic:test")
-            index += 1
-            if problem not in seen:
-                seen.add(problem)
-                yield problem
 
-    def _problem(self, seed: int, purpose: str) -> tuple[int, str, int]:
-        index = draw(seed, purpose, self._span * self._span * len(OPERATORS))
-        index, which = divmod(index, len(OPERATORS))
-        a, b = divmod(index, self._span)
-        return self._min + a, OPERATORS[which], self._min + b
+@lru_cache(maxsize=16)
+def _held_out(least: int, span: int) -> Mapping[Problem, None]:
+    """The test problems, in order: 200, or a quarter of all where those are fewer."""
+    size = min(TEST_SIZE, span * span * len(OPERATORS) // 4)
+    problems: dict[Problem, None] = {}
+    index = 0
+    while len(problems) < size:
+        problems[_problem(index, "arithmetic:test", least, span)] = None
+        index += 1
+    return problems
+
+
+def _problem(seed: int, purpose: str, least: int, span: int) -> Problem:
+    index = draw(seed, purpose, span * span * len(OPERATORS))
+    index, which = divmod(index, len(OPERATORS))
+    a, b = divmod(index, span)
+    return least + a, OPERATORS[which], least + b
 
 
 def last_integer(text: str) -> int | None:
@@ -82,7 +86,7 @@ def last_integer(text: str) -> int | None:
     return int(numbers[-1].replace("−", "-"))
 
 
-def _read(task: Mapping[str, Any]) -> tuple[int, str, int]:
+def _read(task: Mapping[str, Any]) -> Problem:
     try:
         a, operator, b = task["a"], task["op"], task["b"]
     except KeyError as missing:

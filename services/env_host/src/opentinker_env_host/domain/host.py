@@ -78,11 +78,16 @@ class EnvironmentHost:
         self._answers: FirstAnswers[Group] = FirstAnswers(clock)
         self._checked: set[tuple[str, str]] = set()
         self._running: set[asyncio.Task[Any]] = set()
+        self._started = False
         self.draining = False
 
     @property
     def playable(self) -> dict[str, WorkerPool]:
         """The environments that can be played, by name."""
+        if not self._started:
+            raise ServiceError(
+                Reason.SERVER_STARTING, "the first workers are still starting", retry_after_s=0.5
+            )
         return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
 
     def facts(self, environment: str) -> EnvironmentFacts:
@@ -99,6 +104,7 @@ class EnvironmentHost:
     async def start(self) -> None:
         """Start the pools; one that fails leaves the others alone."""
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        self._started = True
 
     async def stop(self) -> None:
         """Kill all workers; what was running fails."""
@@ -108,9 +114,10 @@ class EnvironmentHost:
 
     def pool(self, environment: str, field: str = "environment") -> WorkerPool:
         """The pool of a playable environment."""
+        playable = self.playable
         pool = self._pools.get(environment)
         if pool is None:
-            known = ", ".join(sorted(self.playable)) or "none"
+            known = ", ".join(sorted(playable)) or "none"
             raise ServiceError(
                 Reason.UNKNOWN_ENVIRONMENT,
                 f"no environment {environment!r} here; known: {known}",
