@@ -156,7 +156,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What an episode came to. `reward` is its return; `end_reason` None if the environment did not end it."""
+    """What an episode came to: its return, and why it ended (None: the environment did not end it)."""
 
     reward: Reward
     end_reason: EndReason | None = None

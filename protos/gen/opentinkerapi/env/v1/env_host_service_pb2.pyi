@@ -393,7 +393,7 @@ class StepResponse(_message.Message):
     """The worker had died; the episode was re-opened and replayed before this step."""
     @_builtins.property
     def pending(self) -> _containers.RepeatedCompositeFieldContainer[_environment_pb2.AgentObservation]:
-        """Whose move it is next; empty at the end."""
+        """Whose move it is next; at the end the last observation, if the environment gave one."""
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[_environment_pb2.AgentReward]:

@@ -18,37 +18,37 @@ class EnvHostServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListEnvironments: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.ListEnvironmentsRequest, _env_host_service_pb2.ListEnvironmentsResponse]
     """ListEnvironments lists what can be played.
-    Errors: INVALID_PAGE_TOKEN.
+    Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
     Retry: safe.
     """
     GetEnvironment: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.GetEnvironmentRequest, _env_host_service_pb2.GetEnvironmentResponse]
     """GetEnvironment returns one environment.
-    Errors: ENVIRONMENT_NOT_FOUND.
+    Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
     Retry: safe.
     """
     ListTasks: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.ListTasksRequest, _env_host_service_pb2.ListTasksResponse]
     """ListTasks returns a page of a split's tasks.
-    Errors: UNKNOWN_ENVIRONMENT, INVALID_FIELD, INVALID_PAGE_TOKEN.
+    Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, INVALID_PAGE_TOKEN, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING.
     Retry: safe.
     """
     OpenGroup: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.OpenGroupRequest, _env_host_service_pb2.OpenGroupResponse]
     """OpenGroup opens the episodes of one group of one task, without beginning them.
-    Errors: UNKNOWN_ENVIRONMENT, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, DRAINING.
+    Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
     Retry: safe with the same request_id.
     """
     Begin: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.BeginRequest, _env_host_service_pb2.BeginResponse]
     """Begin resets an episode and returns the first observation.
-    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
+    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
     Retry: safe; the same observation again.
     """
     Step: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.StepRequest, _env_host_service_pb2.StepResponse]
     """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, DRAINING.
+    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
     Retry: safe with the same seq.
     """
     Finalize: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.FinalizeRequest, _env_host_service_pb2.FinalizeResponse]
     """Finalize ends scoring and returns the rewards of the whole episode.
-    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
     Retry: safe.
     """
     Close: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseRequest, _env_host_service_pb2.CloseResponse]
@@ -72,7 +72,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.ListEnvironmentsRequest, _abc.Awaitable[_env_host_service_pb2.ListEnvironmentsResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.ListEnvironmentsResponse]:
         """ListEnvironments lists what can be played.
-        Errors: INVALID_PAGE_TOKEN.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
         Retry: safe.
         """
 
@@ -83,7 +83,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.GetEnvironmentRequest, _abc.Awaitable[_env_host_service_pb2.GetEnvironmentResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.GetEnvironmentResponse]:
         """GetEnvironment returns one environment.
-        Errors: ENVIRONMENT_NOT_FOUND.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
         Retry: safe.
         """
 
@@ -94,7 +94,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.ListTasksRequest, _abc.Awaitable[_env_host_service_pb2.ListTasksResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.ListTasksResponse]:
         """ListTasks returns a page of a split's tasks.
-        Errors: UNKNOWN_ENVIRONMENT, INVALID_FIELD, INVALID_PAGE_TOKEN.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, INVALID_PAGE_TOKEN, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING.
         Retry: safe.
         """
 
@@ -105,7 +105,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.OpenGroupRequest, _abc.Awaitable[_env_host_service_pb2.OpenGroupResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.OpenGroupResponse]:
         """OpenGroup opens the episodes of one group of one task, without beginning them.
-        Errors: UNKNOWN_ENVIRONMENT, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, DRAINING.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
         Retry: safe with the same request_id.
         """
 
@@ -116,7 +116,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.BeginRequest, _abc.Awaitable[_env_host_service_pb2.BeginResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.BeginResponse]:
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
         Retry: safe; the same observation again.
         """
 
@@ -127,7 +127,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.StepRequest, _abc.Awaitable[_env_host_service_pb2.StepResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.StepResponse]:
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, DRAINING.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
         Retry: safe with the same seq.
         """
 
@@ -138,7 +138,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.FinalizeRequest, _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]:
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
         Retry: safe.
         """
 
