@@ -10,16 +10,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opentinker_kit.files import write_json
 from opentinker_local.state import NotRunning, StackError, StackInfo, StateDir, read_progress
 
+COMMAND = (sys.executable, "-P", "-m", "opentinker_local")
+"""What is run as the supervisor."""
 _TICK_S = 0.02
-_OWNERS: dict[Path, int] = {}
-"""Write ends of the pipes by which stacks belong to this process."""
+
+
+@dataclass(slots=True)
+class _Started:
+    """A stack that this process started."""
+
+    process: subprocess.Popen[bytes]
+    pipe: int | None
+    """Write end of the pipe by which it belongs to this process."""
+
+
+_STARTED: dict[Path, _Started] = {}
 
 
 def start_stack(
@@ -28,6 +41,7 @@ def start_stack(
     *,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     timeout_s: float = 90.0,
+    command: Sequence[str] = COMMAND,
 ) -> StackInfo:
     """Start a stack and wait until it is ready.
 
@@ -36,7 +50,7 @@ def start_stack(
     """
     state = StateDir(state_dir.resolve())
     state.make()
-    argv = [sys.executable, "-P", "-m", "opentinker_local", "run", "--state-dir", str(state.root)]
+    argv = [*command, "run", "--state-dir", str(state.root)]
     if settings:
         path = state.root / "options.json"
         write_json(path, {name: dict(values) for name, values in settings.items()}, mode=0o600)
@@ -54,10 +68,9 @@ def start_stack(
             start_new_session=True,
         )
     os.close(read)
-    if owned:
-        _OWNERS[state.root] = write
-    else:
+    if not owned:
         os.close(write)
+    _STARTED[state.root] = _Started(process, write if owned else None)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         info = state.read_stack()
@@ -102,16 +115,27 @@ def stop_stack(state_dir: Path, timeout_s: float = 60.0) -> bool:
     if pid is None:
         return False
     os.kill(pid, signal.SIGTERM)
+    started = _STARTED.pop(state.root, None)
     deadline = time.monotonic() + timeout_s
-    while state.holder() == pid:
+    while state.holder() == pid or _runs(pid):
+        if started is not None:
+            started.process.poll()
         if time.monotonic() > deadline:
             raise StackError(
                 f"the supervisor (pid {pid}) in {state.root} does not stop; see {state.progress}"
             )
         time.sleep(_TICK_S)
-    if (owner := _OWNERS.pop(state.root, None)) is not None:
-        os.close(owner)
+    if started is not None and started.pipe is not None:
+        os.close(started.pipe)
     return True
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and more than a zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def load_options(path: Path | None) -> dict[str, dict[str, Any]]:
