@@ -183,6 +183,10 @@ class TestOutbox:
         running.cancel()
 
 
+async def test_a_bus_that_was_never_used_closes() -> None:
+    await NatsEventBus("nats://127.0.0.1:1").close()
+
+
 async def test_the_null_bus_takes_everything_and_says_nothing() -> None:
     bus = NullEventBus()
     await bus.publish(job("1"))

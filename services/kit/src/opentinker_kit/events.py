@@ -154,9 +154,7 @@ class NatsEventBus:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
-            async with asyncio.timeout(2.0):
-                await self._client.close()
+        await _close(self._client)
 
     async def _connect(self) -> None:
         """Connect for the first time, then leave reconnecting to the client; declare the stream each time."""
@@ -182,8 +180,7 @@ class NatsEventBus:
                 break
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 log.debug("event bus is down", error=repr(error))
-                with contextlib.suppress(nats.errors.Error, OSError):
-                    await self._client.close()
+                await _close(self._client)
                 self._client = Client()
                 await asyncio.sleep(_RETRY_S)
         await self._declare_until_done()
@@ -257,6 +254,14 @@ class NatsEventBus:
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 log.debug("event subscription is renewed", durable=durable, error=repr(error))
                 await asyncio.sleep(_RETRY_S)
+
+
+async def _close(client: Client) -> None:
+    """Close a client that may never have connected, which the library cannot flush."""
+    if client.is_connected or client.is_reconnecting:
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+            async with asyncio.timeout(2.0):
+                await client.close()
 
 
 async def _fetch(subscription: JetStreamContext.PullSubscription) -> list[Msg]:
