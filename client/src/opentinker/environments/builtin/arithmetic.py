@@ -39,7 +39,7 @@ class Arithmetic(Environment):
     def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
         a, operator, b = _read(task) if task else self._draw(seed)
         self._answer = a + b if operator == "+" else a - b
-        return Observation(f"{a} {operator} {b} =")
+        return Observation(f"What is {a} {operator} {b}? Answer with the number only.")
 
     def step(self, action: Action) -> StepResult:
         given = last_integer(action.text)
