@@ -1,0 +1,1 @@
+"""Adapters: SQL, processes, models."""

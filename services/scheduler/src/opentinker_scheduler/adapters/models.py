@@ -1,0 +1,43 @@
+"""Base models on this machine's disk, by name."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from opentinker_kit.models import known_models, locate_model
+from opentinker_scheduler.domain.admission import Model
+
+
+class DiskModels:
+    """See `ports.ModelSource`. Looks without reading weights, so that a job is admitted at once."""
+
+    def __init__(self, model_roots: Sequence[Path], cache_dir: Path | None, allow_any_dir: bool) -> None:
+        self._model_roots = tuple(model_roots)
+        self._cache_dir = cache_dir
+        self._allow_any_dir = allow_any_dir
+
+    async def resolve(self, model_id: str, field: str) -> Model:
+        def look() -> Model:
+            found = locate_model(
+                model_id,
+                model_roots=self._model_roots,
+                cache_dir=self._cache_dir,
+                allow_any_dir=self._allow_any_dir,
+                field=field,
+            )
+            return Model(found.model_id, found.context_length)
+
+        return await asyncio.to_thread(look)
+
+    async def known(self) -> Sequence[str]:
+        return await asyncio.to_thread(known_models, self._model_roots)
+
+
+class AnyModels:
+    """Where servers register themselves, the models are theirs to know: any name may still come."""
+
+    async def resolve(self, model_id: str, field: str) -> Model:
+        return Model(model_id, 0)
+
+    async def known(self) -> Sequence[str]:
+        return ()

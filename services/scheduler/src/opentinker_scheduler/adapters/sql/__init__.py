@@ -1,0 +1,1 @@
+"""The SQL adapter: tables, migrations, repositories, and the one thread that runs them."""

@@ -1,0 +1,178 @@
+"""The database: one connection in one thread, which every transaction goes through.
+
+SQLite has one writer. SQLAlchemy's default driver mode begins transactions late and so loses updates; here
+the driver is left in autocommit and `BEGIN IMMEDIATE` is sent by hand. Each transaction starts by comparing
+the epoch: when another scheduler took over, this one may write nothing more.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import alembic.command
+import alembic.config
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select, update
+from sqlalchemy.pool import StaticPool
+
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.adapters.sql import tables
+from opentinker_scheduler.adapters.sql.capacity import SqlAssignments, SqlJobs, SqlServers
+from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
+from opentinker_scheduler.adapters.sql.requests import SqlOutbox, SqlRequests
+from opentinker_scheduler.domain.names import new_id
+from opentinker_scheduler.ports import LeadershipLost, Transaction
+from opentinkerapi.runtime.reasons import Reason
+
+T = TypeVar("T")
+
+OnCommit = Callable[[frozenset[str], bool], None]
+"""Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+class SqlTransaction:
+    """The repositories over one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @cached_property
+    def jobs(self) -> SqlJobs:
+        return SqlJobs(self._connection)
+
+    @cached_property
+    def servers(self) -> SqlServers:
+        return SqlServers(self._connection)
+
+    @cached_property
+    def assignments(self) -> SqlAssignments:
+        return SqlAssignments(self._connection)
+
+    @cached_property
+    def catalog(self) -> SqlCatalog:
+        return SqlCatalog(self._connection)
+
+    @cached_property
+    def runs(self) -> SqlRuns:
+        return SqlRuns(self._connection)
+
+    @cached_property
+    def blobs(self) -> SqlBlobs:
+        return SqlBlobs(self._connection)
+
+    @cached_property
+    def requests(self) -> SqlRequests:
+        return SqlRequests(self._connection)
+
+    @cached_property
+    def outbox(self) -> SqlOutbox:
+        return SqlOutbox(self._connection)
+
+
+class SqlDatabase:
+    """A SQLite database in a file. `open` it before use; one leader at a time."""
+
+    def __init__(self, path: Path, on_commit: OnCommit = lambda jobs, facts: None) -> None:
+        self._path = path
+        self._on_commit = on_commit
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql")
+        self._engine: Engine | None = None
+        self._epoch = 0
+        self.cluster = ""
+        """Identity of the cluster, made with its database."""
+
+    async def open(self, now: datetime) -> None:
+        """Make or migrate the database and become its leader."""
+        await self._in_thread(lambda: self._open(now))
+
+    async def run(self, work: Callable[[Transaction], T]) -> T:
+        result, jobs, facts = await self._in_thread(lambda: self._run(work))
+        if jobs or facts:
+            self._on_commit(jobs, facts)
+        return result
+
+    async def close(self) -> None:
+        """Finish what was begun and let go of the file."""
+        if self._engine is not None:
+            await self._in_thread(self._engine.dispose)
+        self._thread.shutdown(wait=False)
+
+    @property
+    def epoch(self) -> int:
+        """Grows with each leader."""
+        return self._epoch
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _open(self, now: datetime) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._engine = sqlite_engine(self._path)
+        migrate(self._engine)
+        with self._engine.begin() as connection:
+            row = connection.execute(select(tables.leader)).one_or_none()
+            self._epoch = row.epoch + 1 if row else 1
+            self.cluster = row.cluster if row else new_id("c")
+            values = {"id": 1, "epoch": self._epoch, "cluster": self.cluster, "start_time": now}
+            change = update(tables.leader).values(values) if row else insert(tables.leader).values(values)
+            connection.execute(change)
+
+    def _run(self, work: Callable[[Transaction], T]) -> tuple[T, frozenset[str], bool]:
+        with self._begin() as connection:
+            epoch = connection.execute(select(tables.leader.c.epoch)).scalar_one()
+            if epoch != self._epoch:
+                raise LeadershipLost(f"epoch {epoch} leads this database; this scheduler has {self._epoch}")
+            transaction = SqlTransaction(connection)
+            result = work(transaction)
+        return result, frozenset(transaction.jobs.touched), transaction.outbox.touched
+
+    def _begin(self) -> AbstractContextManager[Connection]:
+        if self._engine is None:
+            raise ServiceError(
+                Reason.SERVER_STARTING, "the scheduler is opening its database", retry_after_s=0.5
+            )
+        return self._engine.begin()
+
+
+def sqlite_engine(path: Path) -> Engine:
+    """An engine whose transactions are SQLite's: immediate, durable, one writer."""
+    engine = create_engine(
+        f"sqlite:///{path}",
+        poolclass=StaticPool,
+        connect_args={"check_same_thread": False, "isolation_level": None, "timeout": 10.0},
+    )
+
+    @event.listens_for(engine, "connect")
+    def _connect(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+        with contextlib.closing(connection.cursor()) as cursor:
+            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+                cursor.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine
+
+
+def migrate(engine: Engine) -> None:
+    """Bring the schema to the newest revision. Raises if the database is of a newer program."""
+    with _migration_connection(engine) as connection:
+        config = alembic.config.Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        alembic.command.upgrade(config, "head")
+
+
+@contextlib.contextmanager
+def _migration_connection(engine: Engine) -> Iterator[Connection]:
+    with engine.begin() as connection:
+        yield connection

@@ -1,0 +1,143 @@
+"""How a job changes in a transaction: its row, its slots and its announcement together."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.domain import jobs as rules
+from opentinker_scheduler.domain.model import (
+    Assignment,
+    AssignmentState,
+    Failure,
+    Job,
+    JobState,
+    Server,
+    ServerState,
+)
+from opentinker_scheduler.domain.names import require
+from opentinker_scheduler.domain.records import Fact
+from opentinker_scheduler.ports import Transaction
+from opentinkerapi.runtime.reasons import Reason
+
+_ANNOUNCED = {
+    JobState.QUEUED: "queued",
+    JobState.RUNNING: "started",
+    JobState.PAUSED: "paused",
+    JobState.PREEMPTED: "preempted",
+    JobState.SUCCEEDED: "succeeded",
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "cancelled",
+}
+
+
+def job_of(tx: Transaction, name: str) -> Job:
+    """The job of a name; JOB_NOT_FOUND."""
+    (job_id,) = require(name, Reason.JOB_NOT_FOUND, "job", "jobs")
+    job = tx.jobs.find(job_id)
+    if job is None:
+        raise ServiceError(Reason.JOB_NOT_FOUND, f"there is no job {name}", field="name")
+    return job
+
+
+def add_job(tx: Transaction, job: Job, now: datetime) -> Job:
+    """Record a new job."""
+    job = tx.jobs.add(job)
+    _announce(tx, job, now)
+    return job
+
+
+def save_job(tx: Transaction, before: Job, after: Job, now: datetime) -> Job:
+    """Write a changed job, announce a new state, and take back its slots where it no longer has a claim."""
+    if after == before:
+        return after
+    after = tx.jobs.save(after)
+    if after.state is not before.state:
+        _announce(tx, after, now)
+        if not after.state.placed:
+            release_slots(tx, tx.assignments.of_job(after.id), now)
+    return after
+
+
+def release_slots(tx: Transaction, assignments: Iterable[Assignment], now: datetime) -> None:
+    """Take slots back. They stay occupied until their server, if it was ever there, says they are free."""
+    for assignment in assignments:
+        if not assignment.state.held:
+            continue
+        server = tx.servers.find(assignment.server_id)
+        if server is None or server.register_time is None:
+            end_assignment(tx, assignment, "released before its server was there", now)
+        else:
+            tx.assignments.save(replace(assignment, state=AssignmentState.RELEASING, change_time=now))
+
+
+def end_assignment(tx: Transaction, assignment: Assignment, message: str, now: datetime) -> None:
+    """The slot is free."""
+    ended = replace(assignment, state=AssignmentState.ENDED, message=message, change_time=now)
+    tx.assignments.save(ended)
+
+
+def end_server(
+    tx: Transaction,
+    server: Server,
+    cause: Failure,
+    now: datetime,
+    budget: rules.CrashBudget,
+    *,
+    exit_code: int | None = None,
+    counts: bool = True,
+) -> None:
+    """A server is gone: every slot of it is free, and jobs that had one start again or fail."""
+    orderly = server.state is ServerState.DRAINING
+    ended = replace(
+        server,
+        state=ServerState.STOPPED if orderly else ServerState.LOST,
+        end_time=now,
+        end_reason=cause.message,
+        exit_code=exit_code,
+    )
+    tx.servers.save(ended)
+    if not orderly:
+        reason = cause.message.splitlines()[0]
+        tx.outbox.add(Fact("server_lost", server.name, detail={"reason": reason}), now)
+    hit: dict[str, None] = {}
+    for assignment in tx.assignments.of_server(server.id):
+        if assignment.state.held:
+            hit[assignment.job_id] = None
+        end_assignment(tx, assignment, cause.message.splitlines()[0], now)
+    for job_id in hit:
+        restart_job(tx, job_id, cause, now, budget, counts=counts)
+
+
+def restart_job(
+    tx: Transaction, job_id: str, cause: Failure, now: datetime, budget: rules.CrashBudget, *, counts: bool
+) -> None:
+    """A placed job lost a slot."""
+    job = tx.jobs.find(job_id)
+    if job is not None and job.state.placed:
+        save_job(tx, job, rules.lost_server(job, cause, now, budget, counts=counts), now)
+
+
+def note_progress(tx: Transaction, job_id: str) -> None:
+    """Something durable was achieved for a job: crashes before it no longer count."""
+    job = tx.jobs.find(job_id) if job_id else None
+    if job is not None and job.crashes:
+        tx.jobs.save(rules.progressed(job))
+
+
+def check_attempt(tx: Transaction, job_id: str, attempt: int) -> None:
+    """STALE_ATTEMPT unless a trainer holds a slot of the job under this attempt."""
+    held = [a for a in tx.assignments.of_job(job_id) if a.state.held and a.role == "trainer"]
+    if not any(assignment.attempt == attempt for assignment in held):
+        newest = max((assignment.attempt for assignment in held), default=0)
+        now_held = f"the trainer slot is held under attempt {newest}" if held else "it holds no trainer slot"
+        text = f"attempt {attempt} of jobs/{job_id} is over: {now_held}"
+        metadata = {"attempt": newest, "job": f"jobs/{job_id}"}
+        raise ServiceError(Reason.STALE_ATTEMPT, text, metadata=metadata)
+
+
+def _announce(tx: Transaction, job: Job, now: datetime) -> None:
+    if state := _ANNOUNCED.get(job.state):
+        reason = job.error.message if job.error is not None else job.state_reason
+        detail: dict[str, str | int] = {"state": state, "reason": reason[:500], "attempt": job.attempt}
+        tx.outbox.add(Fact("job", job.name, detail=detail), now)

@@ -1,0 +1,189 @@
+"""Jobs on behalf of their clients: create, end, pause, resume, keep alive."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.application.changes import add_job, job_of, save_job
+from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.tokens import JobTokens
+from opentinker_scheduler.domain import admission
+from opentinker_scheduler.domain import jobs as rules
+from opentinker_scheduler.domain.model import (
+    AssignmentState,
+    Job,
+    JobKind,
+    JobState,
+    OnClientLoss,
+    Role,
+    SlotSpec,
+)
+from opentinker_scheduler.domain.names import new_id, require
+from opentinker_scheduler.ports import ModelSource, Transaction
+from opentinkerapi.runtime.reasons import Reason
+
+MAX_DISPLAY_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """What a client asks for."""
+
+    kind: JobKind
+    slots: tuple[SlotSpec, ...]
+    display_name: str
+    on_client_loss: OnClientLoss
+    lease_ttl_s: float
+    """0: the cluster's default."""
+    labels: dict[str, str]
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEndpoint:
+    """Where one slot of a job is served."""
+
+    role: Role
+    server: str
+    address: str
+    attempt: int
+    base_model: str
+    slot_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewedLease:
+    """What a client learns when it renews."""
+
+    job: Job
+    endpoints: tuple[JobEndpoint, ...]
+    """Empty unless the job runs."""
+
+
+class Jobs:
+    """See the module's text. Methods with a transaction are called inside one; the others around it."""
+
+    def __init__(
+        self,
+        offer: admission.Offer,
+        models: ModelSource,
+        leases: Leases,
+        tokens: JobTokens,
+        clock: Clock,
+        default_lease_s: float,
+    ) -> None:
+        self._offer = offer
+        self._models = models
+        self._leases = leases
+        self._tokens = tokens
+        self._clock = clock
+        self._default_lease_s = default_lease_s
+
+    async def admit(self, asked: NewJob) -> NewJob:
+        """The job with everything filled in, or why it can never run here."""
+        asked = replace(asked, lease_ttl_s=asked.lease_ttl_s or self._default_lease_s)
+        if len(asked.display_name) > MAX_DISPLAY_NAME:
+            text = f"display_name has {len(asked.display_name)} characters; at most {MAX_DISPLAY_NAME}"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="job.display_name")
+        admission.check_job(asked.kind, asked.slots, asked.on_client_loss, asked.lease_ttl_s, asked.labels)
+        completed: list[SlotSpec] = []
+        for index, spec in enumerate(asked.slots):
+            field = f"job.slots[{index}]"
+            model = await self._models.resolve(spec.base_model, f"{field}.base_model")
+            completed.append(admission.complete(spec, model, self._offer, field))
+        admission.check_capacity(completed, self._offer.limits)
+        return replace(asked, slots=tuple(completed))
+
+    def create(self, tx: Transaction, new: NewJob, project: str) -> Job:
+        """Queue an admitted job."""
+        if new.run:
+            self._check_run(tx, new.run)
+        now = self._clock.now()
+        job = Job(
+            id=new_id(),
+            project=project,
+            kind=new.kind,
+            slots=new.slots,
+            state=JobState.QUEUED,
+            create_time=now,
+            queue_time=now,
+            display_name=new.display_name,
+            state_reason="queued",
+            on_client_loss=new.on_client_loss,
+            lease_ttl_s=new.lease_ttl_s,
+            labels=new.labels,
+            run=new.run,
+        )
+        return add_job(tx, job, now)
+
+    def finish(self, tx: Transaction, name: str, outcome: JobState, message: str) -> Job:
+        job = job_of(tx, name)
+        now = self._clock.now()
+        return save_job(tx, job, rules.finished(job, outcome, message, now), now)
+
+    def cancel(self, tx: Transaction, name: str) -> Job:
+        job = job_of(tx, name)
+        now = self._clock.now()
+        return save_job(tx, job, rules.cancelled(job, "cancelled by CancelJob", now), now)
+
+    def pause(self, tx: Transaction, name: str) -> Job:
+        job = job_of(tx, name)
+        return save_job(tx, job, rules.paused(job, "paused by PauseJob"), self._clock.now())
+
+    def resume(self, tx: Transaction, name: str) -> Job:
+        job = job_of(tx, name)
+        now = self._clock.now()
+        return save_job(tx, job, rules.resumed(job, now), now)
+
+    def renewable(self, tx: Transaction, name: str) -> RenewedLease:
+        """A job that can be kept alive. INVALID_STATE for one that ended or is paused."""
+        job = job_of(tx, name)
+        if job.state.final or job.state is JobState.PAUSED:
+            way_out = "ResumeJob queues it again" if job.state is JobState.PAUSED else "create a new one"
+            text = f"{name} is {job.state.upper()}, so it has no lease to renew; {way_out}"
+            raise ServiceError(Reason.INVALID_STATE, text, metadata={"state": job.state.upper()})
+        return RenewedLease(job, self._endpoints(tx, job) if job.state is JobState.RUNNING else ())
+
+    def heard(self, job: Job) -> bool:
+        """A job's client created, resumed or renewed it: it gets a lease. Whether it was not heard before."""
+        self._leases.grant_job(job)
+        return self._leases.attend(job.id)
+
+    def attend(self, job: Job) -> bool:
+        """A client asked about a job; whether it was not heard before."""
+        return not job.state.final and self._leases.attend(job.id)
+
+    def token_of(self, job_id: str, attempt: int) -> str:
+        """The token to send to trainer, inference and env_host."""
+        return self._tokens.issue(job_id, attempt)
+
+    def _endpoints(self, tx: Transaction, job: Job) -> tuple[JobEndpoint, ...]:
+        found: list[JobEndpoint] = []
+        for assignment in tx.assignments.of_job(job.id):
+            server = tx.servers.find(assignment.server_id)
+            if server is None or assignment.state is not AssignmentState.READY:
+                continue
+            found.append(
+                JobEndpoint(
+                    role=assignment.role,
+                    server=server.name,
+                    address=server.address,
+                    attempt=assignment.attempt,
+                    base_model=server.base_model,
+                    slot_index=assignment.slot_index,
+                )
+            )
+        return tuple(found)
+
+    def _check_run(self, tx: Transaction, name: str) -> None:
+        (run_id,) = require(name, Reason.INVALID_FIELD, "run", "runs")
+        if tx.runs.find(run_id) is None:
+            raise ServiceError(Reason.INVALID_FIELD, f"there is no run {name}", field="job.run")
+
+
+def slots_missing(job: Job, held: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The (slot index, ordinal) pairs that a job asks for and does not hold."""
+    wanted = [(index, ordinal) for index, spec in enumerate(job.slots) for ordinal in range(spec.count)]
+    have = set(held)
+    return [place for place in wanted if place not in have]

@@ -1,0 +1,45 @@
+"""Leases of servers and jobs while this process leads, and who was heard from since it does."""
+
+from opentinker_kit.clock import Clock
+from opentinker_scheduler.domain.leases import LeaseTable
+from opentinker_scheduler.domain.model import Job
+
+
+class Leases:
+    """The leader's memory of renewals. A restart empties it and gives everyone one TTL."""
+
+    def __init__(self, clock: Clock, server_ttl_s: float) -> None:
+        self._clock = clock
+        self.server_ttl_s = server_ttl_s
+        self.servers = LeaseTable()
+        self.jobs = LeaseTable()
+        self._attended: set[str] = set()
+
+    def grant_server(self, server_id: str) -> None:
+        self.servers.grant(server_id, self.server_ttl_s, self._clock.monotonic())
+
+    def renew_server(self, server_id: str) -> bool:
+        return self.servers.renew(server_id, self._clock.monotonic())
+
+    def grant_job(self, job: Job) -> None:
+        """Give a job's client one TTL."""
+        self.jobs.grant(job.id, job.lease_ttl_s, self._clock.monotonic())
+
+    def end_job(self, job_id: str) -> None:
+        self.jobs.release(job_id)
+        self._attended.discard(job_id)
+
+    def server_seconds_left(self, server_id: str) -> float:
+        return self.servers.remaining(server_id, self._clock.monotonic())
+
+    def attended(self) -> frozenset[str]:
+        """Jobs whose client was heard since this process leads. Nothing is started for others: after a
+        restart of everything, the jobs of yesterday would take servers that nobody waits for."""
+        return frozenset(self._attended)
+
+    def attend(self, job_id: str) -> bool:
+        """A client asked about a job; whether it is the first time."""
+        if job_id in self._attended:
+            return False
+        self._attended.add(job_id)
+        return True

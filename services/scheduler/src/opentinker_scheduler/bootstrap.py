@@ -1,0 +1,369 @@
+"""Builds the scheduler out of its parts, starts it in order, and ends it."""
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import structlog
+
+from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.clock import Clock, SystemClock
+from opentinker_kit.errors import ServiceError
+from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
+from opentinker_kit.objects import ObjectStore, S3ObjectStore
+from opentinker_kit.server import KitServer, build_server
+from opentinker_scheduler.adapters.models import AnyModels, DiskModels
+from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
+from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.application.answers import Answers
+from opentinker_scheduler.application.blobs import Blobs, blob_key
+from opentinker_scheduler.application.catalog import Catalog
+from opentinker_scheduler.application.cluster import Cluster
+from opentinker_scheduler.application.jobs import Jobs
+from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.reconciler import Reconciler
+from opentinker_scheduler.application.registry import Registry
+from opentinker_scheduler.application.runs import Runs
+from opentinker_scheduler.application.sessions import Sessions
+from opentinker_scheduler.application.timers import Timing
+from opentinker_scheduler.application.tokens import JobTokens
+from opentinker_scheduler.application.watch import JobWatchers
+from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.ports import Database, Launcher, LeadershipLost, ModelSource, Transaction
+from opentinker_scheduler.servicers.catalog import CatalogServicer
+from opentinker_scheduler.servicers.jobs import SchedulerServicer
+from opentinker_scheduler.servicers.registry import ServerRegistryServicer
+from opentinker_scheduler.servicers.runs import BlobServicer, RunServicer
+from opentinker_scheduler.settings import SchedulerSettings
+from opentinkerapi.catalog.v1 import catalog_service_pb2, catalog_service_pb2_grpc
+from opentinkerapi.run.v1 import (
+    blob_service_pb2,
+    blob_service_pb2_grpc,
+    run_service_pb2,
+    run_service_pb2_grpc,
+)
+from opentinkerapi.scheduler.v1 import (
+    scheduler_service_pb2,
+    scheduler_service_pb2_grpc,
+    server_registry_service_pb2,
+    server_registry_service_pb2_grpc,
+)
+
+log = structlog.get_logger()
+
+_FORGET_EVERY_S = 600.0
+_LOOK_AT_DEPENDENCIES_S = 5.0
+
+_SERVICES = (
+    scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+    server_registry_service_pb2.DESCRIPTOR.services_by_name["ServerRegistryService"],
+    catalog_service_pb2.DESCRIPTOR.services_by_name["CatalogService"],
+    run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
+    blob_service_pb2.DESCRIPTOR.services_by_name["BlobService"],
+)
+_FOR_SERVERS = ("RegisterServer", "ServerSession", "DeregisterServer")
+_FOR_TRAINERS = ("RegisterPolicy", "RegisterVersion", "RegisterCheckpoint")
+
+
+def access_table() -> Mapping[str, Access]:
+    """Who may call which method: servers join and trainers write with the service key."""
+    service_only = (*_FOR_SERVERS, *_FOR_TRAINERS)
+    return {
+        f"/{service.full_name}/{method.name}": Access.SERVICE
+        if method.name in service_only
+        else Access.CALLER
+        for service in _SERVICES
+        for method in service.methods
+    }
+
+
+def server_settings(
+    settings: SchedulerSettings, scheduler_address: str, server: Server, folder: Path
+) -> Mapping[str, Any]:
+    """What a launched server is told: how to reach everything, what to be. Unset fields are left out."""
+    options = server.options
+    shared = settings.model_dump(
+        mode="json",
+        include={
+            "listen_host",
+            "tls",
+            "service_key_file",
+            "bootstrap_key_file",
+            "nats_url",
+            "nats_token_file",
+            "s3",
+            "scheduler_address_file",
+            "lifeline_fd",
+            "log_level",
+            "log_json",
+            "model_roots",
+            "model_cache_dir",
+            "allow_any_model_dir",
+        },
+    )
+    own: dict[str, Any] = {
+        "scheduler_address": scheduler_address,
+        "state_dir": str(folder),
+        "server_id": server.id,
+        "slots": server.slots_total,
+        "base_model": server.base_model,
+        "engine": options.engine,
+        "dtype": options.dtype,
+        "serving_mode": options.serving_mode,
+        "max_lora_rank": options.max_lora_rank,
+        "context_tokens": options.context_tokens,
+    }
+    extra = settings.server_settings.get(server.role, {})
+    merged = {**shared, **own, **extra}
+    return {
+        key: value for key, value in merged.items() if value not in (None, "", 0, [], False) or key in extra
+    }
+
+
+class SqlOutboxSource:
+    """The outbox table, for the relay."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def pending(self, limit: int) -> Sequence[OutboxRow]:
+        return await self._database.run(lambda tx: tx.outbox.pending(limit))
+
+    async def mark_sent(self, row_ids: Sequence[int]) -> None:
+        await self._database.run(lambda tx: tx.outbox.delete(row_ids))
+
+
+class Scheduler:
+    """The whole service. Build it with other parts to test it."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        clock: Clock | None = None,
+        bus: EventBus | None = None,
+        store: ObjectStore | None = None,
+        models: ModelSource | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._offer = settings.offer()
+        self._bus = bus or _event_bus(settings)
+        self._store = store or (S3ObjectStore(settings.s3) if settings.s3 is not None else None)
+        self._models = models or _models(settings)
+        self._failed: BaseException | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.database = SqlDatabase(settings.database_path(), self._committed)
+        self._leases = Leases(self._clock, settings.server_lease_s)
+        self._sessions = Sessions()
+        self._watchers = JobWatchers(self.database)
+        self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
+        self.launcher = launcher or self._launcher()
+        self.reconciler = Reconciler(
+            self.database,
+            self.launcher,
+            self._leases,
+            self._sessions,
+            self._offer.limits,
+            settings.crash_budget(),
+            _timing(settings),
+            self._clock,
+        )
+        self._registry = Registry(
+            self.database,
+            self._leases,
+            self._sessions,
+            settings.crash_budget(),
+            self._clock,
+            self.reconciler.wake,
+        )
+        self.server: KitServer = build_server(
+            settings,
+            self._add_servicers,
+            service_names=[service.full_name for service in _SERVICES],
+            auth=AuthPolicy(settings.bootstrap_key(), settings.service_key(), access_table()),
+            on_drain=self._drain,
+        )
+
+    async def start(self, *, install_signals: bool = False) -> int:
+        """Listen, migrate the database, take over what runs, serve. Returns the port."""
+        port = await self.server.start(install_signals=install_signals)
+        await self.database.open(self._clock.now())
+        self._cluster.name = self.database.cluster
+        await self.reconciler.adopt()
+        loop = asyncio.get_running_loop()
+        for name, work in (
+            ("reconciler", self._lead()),
+            ("outbox", self._relay.run()),
+            ("forget", self._forget()),
+            ("dependencies", self._look_at_dependencies()),
+        ):
+            self._tasks.append(loop.create_task(work, name=name))
+        await self.server.set_serving(True)
+        return port
+
+    async def run(self) -> None:
+        """Serve until told to stop; raises what made it stop by itself."""
+        await self.server.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._bus.close()
+        await self.database.close()
+        if self._failed is not None:
+            raise self._failed
+
+    def _add_servicers(self, server: grpc.aio.Server) -> None:
+        settings, database = self._settings, self.database
+        answers = Answers(database, self._clock)
+        tokens = JobTokens(_token_key(settings))
+        jobs = Jobs(self._offer, self._models, self._leases, tokens, self._clock, settings.job_lease_s)
+        self._cluster = Cluster(
+            database,
+            self._offer,
+            self._models,
+            version=importlib.metadata.version("opentinker-scheduler"),
+            env_host_address=settings.env_host_address,
+        )
+        blobs = Blobs(
+            database,
+            self._store,
+            self._clock,
+            max_bytes=settings.max_blob_bytes,
+            expires_s=settings.presign_s,
+        )
+        scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(
+            SchedulerServicer(
+                database,
+                answers,
+                jobs,
+                self._watchers,
+                self._cluster,
+                self._registry,
+                self._leases,
+                self._clock,
+                self.reconciler.wake,
+            ),
+            server,
+        )
+        server_registry_service_pb2_grpc.add_ServerRegistryServiceServicer_to_server(
+            ServerRegistryServicer(self._registry, self._leases), server
+        )
+        catalog_service_pb2_grpc.add_CatalogServiceServicer_to_server(
+            CatalogServicer(database, answers, Catalog(self._clock)), server
+        )
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(
+            RunServicer(database, answers, Runs(self._store, self._clock)), server
+        )
+        blob_service_pb2_grpc.add_BlobServiceServicer_to_server(BlobServicer(blobs), server)
+
+    def _launcher(self) -> Launcher:
+        settings = self._settings
+        if settings.launcher == "static":
+            return StaticLauncher()
+        recipe = Recipe(
+            directory=settings.state_dir.absolute() / "servers",
+            python=settings.python or this_python(),
+            modules=settings.server_modules,
+            settings_for=lambda server, folder: server_settings(
+                settings, self.server.address, server, folder
+            ),
+            pass_fds=() if settings.lifeline_fd is None else (settings.lifeline_fd,),
+        )
+        return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
+
+    def _committed(self, jobs: frozenset[str], facts: bool) -> None:
+        self._watchers.changed(jobs)
+        if jobs:
+            self.reconciler.wake()
+        if facts:
+            self._relay.nudge()
+
+    async def _lead(self) -> None:
+        try:
+            await self.reconciler.run()
+        except LeadershipLost as error:
+            log.error("another scheduler leads this database; stopping", error=str(error))
+            self._failed = error
+            self.server.request_drain()
+
+    async def _drain(self) -> None:
+        self._watchers.close()
+        for task in self._tasks:
+            if task.get_name() == "reconciler":
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._failed is None:
+            await self.reconciler.stop(stop_servers=self._settings.stop_servers_on_exit)
+        self._sessions.close()
+
+    async def _forget(self) -> None:
+        """Drop answers whose time is over."""
+        while True:
+            with contextlib.suppress(LeadershipLost):
+                await self.database.run(self._forget_answers)
+            await self._clock.sleep(_FORGET_EVERY_S)
+
+    def _forget_answers(self, tx: Transaction) -> None:
+        tx.requests.forget_before(self._clock.now() - timedelta(seconds=self._settings.request_memory_s))
+
+    async def _look_at_dependencies(self) -> None:
+        """Report in health, as `dependency/s3` and `dependency/nats`, whether they answer. Nothing waits."""
+        last: dict[str, bool] = {}
+        while True:
+            now = {"dependency/s3": await self._store_answers()}
+            if isinstance(self._bus, NatsEventBus):
+                now["dependency/nats"] = self._bus.connected
+            for name, answers in now.items():
+                if last.get(name) != answers:
+                    log.info("dependency", name=name, answers=answers)
+                    await self.server.set_serving(answers, name)
+            last = now
+            await self._clock.sleep(_LOOK_AT_DEPENDENCIES_S)
+
+    async def _store_answers(self) -> bool:
+        if self._store is None:
+            return False
+        try:
+            if isinstance(self._store, S3ObjectStore):
+                await self._store.ensure_bucket()
+            await self._store.head(blob_key("0" * 64))
+        except (ServiceError, OSError) as error:
+            log.debug("the object store does not answer", error=str(error))
+            return False
+        return True
+
+
+def _event_bus(settings: SchedulerSettings) -> EventBus:
+    if not settings.nats_url:
+        return NullEventBus()
+    return NatsEventBus(settings.nats_url, settings.nats_token())
+
+
+def _models(settings: SchedulerSettings) -> ModelSource:
+    if settings.launcher == "static":
+        return AnyModels()
+    return DiskModels(settings.model_roots, settings.model_cache_dir, settings.allow_any_model_dir)
+
+
+def _timing(settings: SchedulerSettings) -> Timing:
+    return Timing(
+        tick_s=settings.tick_s,
+        register_s=settings.register_timeout_s,
+        ready_s=settings.ready_timeout_s,
+        release_s=settings.release_timeout_s,
+        idle_s=settings.idle_stop_s,
+        stop_grace_s=settings.stop_grace_s,
+    )
+
+
+def _token_key(settings: SchedulerSettings) -> str:
+    """The key of job tokens: the services' own, so that all of them can check one."""
+    return settings.service_key() or hashlib.sha256(str(settings.database_path()).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Rules: job states, slot allocation, leases, attempts. No SQL, no gRPC, no clock of its own."""

@@ -1,0 +1,173 @@
+"""What a job may ask for. Everything that can never work is refused here, by the name of the field."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.domain.model import (
+    DTYPES,
+    ENGINES,
+    SERVING_MODES,
+    JobKind,
+    OnClientLoss,
+    Role,
+    ServerOptions,
+    SlotSpec,
+    Tuning,
+)
+from opentinker_scheduler.domain.planner import Limits
+from opentinkerapi.runtime.reasons import Reason
+
+MIN_LEASE_S, MAX_LEASE_S = 10.0, 24 * 3600.0
+MAX_LABELS, MAX_TEXT = 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What this cluster can start, and with what unless a job says otherwise."""
+
+    limits: Limits
+    engines: Mapping[Role, tuple[str, ...]]
+    """Engines that are installed here."""
+    default_engines: Mapping[Role, str]
+    install_hints: Mapping[str, str]
+    """How to get an engine that is not installed."""
+    default_dtypes: Mapping[str, str]
+    """By engine."""
+    default_serving_modes: Mapping[str, str]
+    """By engine."""
+    default_lora_rank: int = 32
+    max_lora_rank: int = 256
+    max_context_tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A base model that was resolved."""
+
+    model_id: str
+    context_tokens: int
+
+
+def check_job(
+    kind: JobKind,
+    slots: Sequence[SlotSpec],
+    on_client_loss: OnClientLoss,
+    lease_ttl_s: float,
+    labels: Mapping[str, str],
+) -> None:
+    """Everything about a job but its models and servers. ServiceError names the field that is wrong."""
+    if kind in (JobKind.FULL_RL, JobKind.SFT):
+        text = f"kind {kind.upper()} is not available yet; available are LORA_RL and INFERENCE"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="job.kind")
+    if on_client_loss is OnClientLoss.DETACH:
+        text = "on_client_loss DETACH is not available yet; available are PAUSE and CANCEL"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="job.on_client_loss")
+    if not MIN_LEASE_S <= lease_ttl_s <= MAX_LEASE_S:
+        text = f"lease_ttl is {lease_ttl_s:g} s; it must be from {MIN_LEASE_S:g} s to {MAX_LEASE_S:g} s"
+        raise ServiceError(Reason.INVALID_FIELD, text, field="job.lease_ttl")
+    if len(labels) > MAX_LABELS or any(len(key) + len(value) > MAX_TEXT for key, value in labels.items()):
+        text = f"at most {MAX_LABELS} labels of {MAX_TEXT} characters"
+        raise ServiceError(Reason.INVALID_FIELD, text, field="job.labels")
+    roles = {spec.role for spec in slots}
+    if kind is JobKind.LORA_RL and Role.TRAINER not in roles:
+        text = "a LORA_RL job needs a trainer slot; for sampling alone use kind INFERENCE"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    if kind is JobKind.INFERENCE and Role.TRAINER in roles:
+        text = "an INFERENCE job has inference slots only; to train use kind LORA_RL"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    for index, spec in enumerate(slots):
+        _check_slot(spec, f"job.slots[{index}]")
+
+
+def _check_slot(spec: SlotSpec, field: str) -> None:
+    if spec.count < 1:
+        raise ServiceError(Reason.INVALID_FIELD, "count must be at least 1", field=f"{field}.count")
+    if spec.role is Role.TRAINER and spec.tuning is Tuning.FULL:
+        text = "tuning FULL is not available yet; available is LORA"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"{field}.tuning")
+    if spec.role is Role.INFERENCE and spec.tuning is not Tuning.NONE:
+        text = "tuning is for trainer slots; leave it unset for inference"
+        raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.tuning")
+    options = spec.options
+    _one_of(options.engine, ENGINES[spec.role], f"{field}.options.engine")
+    _one_of(options.dtype, DTYPES, f"{field}.options.dtype")
+    _one_of(options.serving_mode, SERVING_MODES, f"{field}.options.serving_mode")
+    if spec.role is Role.TRAINER and options.serving_mode:
+        text = "serving_mode is for inference slots"
+        raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.options.serving_mode")
+    for name, value in (("max_lora_rank", options.max_lora_rank), ("context_tokens", options.context_tokens)):
+        if value < 0:
+            raise ServiceError(
+                Reason.INVALID_FIELD, f"{name} must be positive", field=f"{field}.options.{name}"
+            )
+
+
+def _one_of(value: str, allowed: Sequence[str], field: str) -> None:
+    if value and value not in allowed:
+        text = f"{value!r} is not known; allowed are {', '.join(allowed)}"
+        raise ServiceError(Reason.INVALID_FIELD, text, field=field)
+
+
+def complete(spec: SlotSpec, model: Model, offer: Offer, field: str) -> SlotSpec:
+    """The spec with its model's id and every default filled in, so that equal wishes share servers.
+
+    Without a launcher nothing is filled in but the model: a server that registered itself is taken as it is.
+    """
+    tuning = Tuning.LORA if spec.role is Role.TRAINER else Tuning.NONE
+    if not offer.limits.can_launch:
+        return replace(spec, base_model=model.model_id, tuning=tuning)
+    asked = spec.options
+    engine = asked.engine or offer.default_engines[spec.role]
+    if engine not in offer.engines[spec.role]:
+        hint = offer.install_hints.get(engine, f"install the packages of engine {engine}")
+        have = ", ".join(offer.engines[spec.role])
+        text = f"engine {engine} is not installed where servers are started: {hint}; or use one of {have}"
+        raise ServiceError(Reason.MISSING_DEPENDENCY, text, field=f"{field}.options.engine")
+    rank = asked.max_lora_rank or offer.default_lora_rank
+    if rank > offer.max_lora_rank:
+        text = f"max_lora_rank {rank} is over this cluster's limit max_lora_rank={offer.max_lora_rank}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=f"{field}.options.max_lora_rank")
+    context = _context(asked.context_tokens, model, offer, f"{field}.options.context_tokens")
+    is_inference = spec.role is Role.INFERENCE
+    options = ServerOptions(
+        engine=engine,
+        dtype=asked.dtype or offer.default_dtypes.get(engine, ""),
+        serving_mode=(asked.serving_mode or offer.default_serving_modes.get(engine, ""))
+        if is_inference
+        else "",
+        max_lora_rank=rank,
+        context_tokens=context,
+    )
+    return replace(spec, base_model=model.model_id, tuning=tuning, options=options)
+
+
+def _context(asked: int, model: Model, offer: Offer, field: str) -> int:
+    limit = offer.max_context_tokens
+    if asked > limit:
+        text = f"context_tokens {asked} is over this cluster's limit max_context_tokens={limit}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
+    if asked > model.context_tokens > 0:
+        text = f"context_tokens {asked} is over the {model.context_tokens} tokens of {model.model_id}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
+    return asked or (min(limit, model.context_tokens) if model.context_tokens > 0 else limit)
+
+
+def check_capacity(slots: Sequence[SlotSpec], limits: Limits) -> None:
+    """CANNOT_BE_SATISFIED, naming the limit, for what even an empty cluster could not place."""
+    if not limits.can_launch:
+        return
+    needed = limits.servers_needed(slots)
+    by_engine: dict[str, int] = {}
+    for (_, _, options), servers in needed.items():
+        by_engine[options.engine] = by_engine.get(options.engine, 0) + servers
+    for engine, servers in by_engine.items():
+        limit = limits.max_engine_servers.get(engine)
+        if limit is not None and servers > limit:
+            limit_name = f"max_engine_servers[{engine}]"
+            text = f"this job needs {servers} {engine} servers; the limit {limit_name} is {limit}"
+            raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")
+    total = sum(by_engine.values())
+    if total > limits.max_servers:
+        text = f"this job needs {total} servers; the limit max_servers is {limits.max_servers}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")

@@ -1,0 +1,116 @@
+"""The life of a job, as functions from a job to the job after.
+
+    QUEUED -> STARTING -> RUNNING -> SUCCEEDED | FAILED | CANCELLED
+
+with PAUSED (holds nothing until resumed) and PREEMPTED (checkpointed and put back). `attempt` grows whenever
+slots are granted or lost, so that what an older holder still says can be told from what the newest one says.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.domain.model import Failure, Job, JobState, OnClientLoss
+from opentinkerapi.runtime.reasons import Reason
+
+S = JobState
+SUCCESSORS: Mapping[JobState, frozenset[JobState]] = {
+    S.QUEUED: frozenset({S.STARTING, S.PAUSED, S.CANCELLED, S.FAILED}),
+    S.STARTING: frozenset({S.RUNNING, S.QUEUED, S.STARTING, S.PAUSED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
+    S.RUNNING: frozenset({S.STARTING, S.PAUSED, S.PREEMPTED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
+    S.PAUSED: frozenset({S.QUEUED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
+    S.PREEMPTED: frozenset({S.QUEUED, S.CANCELLED, S.FAILED}),
+    S.SUCCEEDED: frozenset(),
+    S.FAILED: frozenset(),
+    S.CANCELLED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CrashBudget:
+    """How many crashes a job may have within a while, without progress between them, before it fails."""
+
+    limit: int = 3
+    window: timedelta = timedelta(minutes=10)
+
+
+def move(job: Job, state: JobState, *, reason: str, verb: str) -> Job:
+    """The job in another state. INVALID_STATE, naming what was asked, if the step is not legal."""
+    if state not in SUCCESSORS[job.state]:
+        raise ServiceError(
+            Reason.INVALID_STATE,
+            f"{job.name} is {job.state.upper()} and cannot {verb}",
+            metadata={"job": job.name, "state": job.state.upper()},
+        )
+    return replace(job, state=state, state_reason=reason, queue_position=0)
+
+
+def granted(job: Job) -> Job:
+    """All slots were given, or all lost ones were given back: servers load, under a new attempt."""
+    new = job.state is S.QUEUED
+    reason = "starting: waiting for its servers" if new else job.state_reason
+    job = move(job, S.STARTING, reason=reason, verb="start")
+    # One that lost slots got its new attempt at the loss.
+    return replace(job, attempt=job.attempt + new)
+
+
+def running(job: Job, now: datetime) -> Job:
+    """Every slot answers."""
+    job = move(job, S.RUNNING, reason="", verb="run")
+    return replace(job, start_time=job.start_time or now)
+
+
+def finished(job: Job, outcome: JobState, message: str, now: datetime) -> Job:
+    """Ended by its driver, with SUCCEEDED or FAILED."""
+    job = move(job, outcome, reason="", verb=f"finish as {outcome.upper()}")
+    error = job.error
+    if outcome is S.FAILED:
+        error = Failure("", message or "its driver reported a failure")
+    return replace(job, outcome_message=message, end_time=now, error=error)
+
+
+def cancelled(job: Job, message: str, now: datetime) -> Job:
+    """Ended by CancelJob, or by the loss of a client that asked for it."""
+    job = move(job, S.CANCELLED, reason=message, verb="be cancelled")
+    return replace(job, end_time=now)
+
+
+def paused(job: Job, reason: str) -> Job:
+    """Holds no capacity until it is resumed."""
+    return move(job, S.PAUSED, reason=reason, verb="be paused")
+
+
+def resumed(job: Job, now: datetime) -> Job:
+    """Back at the end of the queue."""
+    job = move(job, S.QUEUED, reason="queued", verb="be resumed")
+    return replace(job, queue_time=now, crashes=())
+
+
+def client_lost(job: Job, now: datetime) -> Job:
+    """Nobody renewed its lease in time."""
+    reason = f"no client renewed its lease for {job.lease_ttl_s:g} s"
+    if job.on_client_loss is OnClientLoss.CANCEL:
+        return cancelled(job, reason, now)
+    return paused(job, f"{reason}; ResumeJob goes on from the last checkpoint")
+
+
+def lost_server(job: Job, cause: Failure, now: datetime, budget: CrashBudget, *, counts: bool = True) -> Job:
+    """A server of a placed job is gone: start again under a new attempt, or fail at one crash too many.
+
+    `counts` is False for ends that are nobody's fault (we stopped the server).
+    """
+    recent = tuple(at for at in job.crashes if now - at < budget.window)
+    crashes = (*recent, now) if counts else recent
+    if len(crashes) >= budget.limit:
+        job = move(job, S.FAILED, reason="", verb="fail")
+        metadata = {**cause.metadata, "crashes": str(len(crashes))}
+        text = f"{cause.message} (crash {len(crashes)} of {budget.limit} within {budget.window}, no progress)"
+        return replace(job, crashes=crashes, end_time=now, error=Failure(cause.reason, text, metadata))
+    job = move(job, S.STARTING, reason=f"restarting: {cause.message.splitlines()[0]}", verb="restart")
+    return replace(job, crashes=crashes, attempt=job.attempt + 1)
+
+
+def progressed(job: Job) -> Job:
+    """Something durable was achieved, so earlier crashes no longer count."""
+    return replace(job, crashes=()) if job.crashes else job

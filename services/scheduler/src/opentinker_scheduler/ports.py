@@ -1,0 +1,301 @@
+"""What the scheduler needs from outside, as Protocols; the adapters live in `adapters/`.
+
+Repositories are used inside a transaction, in the one thread that owns the database; nothing here is awaited.
+`Database` is how the event loop reaches them, `Launcher` how processes are started, `ModelSource` how a base
+model's name is checked.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from opentinker_kit.events import OutboxRow
+from opentinker_scheduler.domain.admission import Model
+from opentinker_scheduler.domain.model import Assignment, Job, JobState, Server
+from opentinker_scheduler.domain.records import (
+    Artifact,
+    Blob,
+    Checkpoint,
+    Fact,
+    Groups,
+    LoopState,
+    MetricsRow,
+    Policy,
+    Run,
+    Version,
+)
+
+T = TypeVar("T")
+
+
+class JobRepository(Protocol):
+    """Jobs."""
+
+    def add(self, job: Job) -> Job:
+        """Record a new job; returned with its `seq`."""
+        ...
+
+    def find(self, job_id: str) -> Job | None: ...
+
+    def save(self, job: Job) -> Job:
+        """Write a changed job; returned with its new revision. KeyError if there is none."""
+        ...
+
+    def live(self) -> Sequence[Job]:
+        """Jobs that are not final, those queued earliest first."""
+        ...
+
+    def page(self, before: int | None, size: int, states: Collection[JobState]) -> Sequence[Job]:
+        """Newest first, with `seq` below `before`; all states where none are named."""
+        ...
+
+
+class ServerRepository(Protocol):
+    """Servers."""
+
+    def add(self, server: Server) -> Server: ...
+
+    def find(self, server_id: str) -> Server | None: ...
+
+    def find_instance(self, instance_id: str) -> Server | None:
+        """The server of this process start, the newest if there were several."""
+        ...
+
+    def save(self, server: Server) -> None:
+        """Write a changed server. KeyError if there is none."""
+        ...
+
+    def live(self) -> Sequence[Server]:
+        """Servers that have not ended, oldest first."""
+        ...
+
+    def page(self, before: int | None, size: int, include_ended: bool) -> Sequence[Server]: ...
+
+
+class AssignmentRepository(Protocol):
+    """Slots given to jobs. Two assignments that have not ended can never have one slot: `SlotTaken`."""
+
+    def add(self, assignment: Assignment) -> None: ...
+
+    def find(self, assignment_id: str) -> Assignment | None: ...
+
+    def save(self, assignment: Assignment) -> None: ...
+
+    def active(self) -> Sequence[Assignment]:
+        """All that have not ended."""
+        ...
+
+    def of_job(self, job_id: str) -> Sequence[Assignment]:
+        """Those of a job that have not ended, in the order of its slots."""
+        ...
+
+    def of_server(self, server_id: str) -> Sequence[Assignment]:
+        """Those of a server that have not ended."""
+        ...
+
+
+class SlotTaken(Exception):
+    """The database refused a second owner of a slot."""
+
+
+class CatalogRepository(Protocol):
+    """Policies, versions, checkpoints."""
+
+    def add_policy(self, policy: Policy) -> Policy: ...
+
+    def find_policy(self, policy_id: str) -> Policy | None: ...
+
+    def page_policies(self, before: int | None, size: int, job_id: str) -> Sequence[Policy]: ...
+
+    def policy_names(self, job_id: str) -> Sequence[str]:
+        """Names of a job's policies, oldest first."""
+        ...
+
+    def delete_policy(self, policy_id: str) -> None:
+        """With its versions and checkpoints."""
+        ...
+
+    def add_version(self, version: Version) -> None:
+        """Record a version and raise the policy's `latest_version` to it."""
+        ...
+
+    def find_version(self, policy_id: str, version: int) -> Version | None: ...
+
+    def page_versions(self, policy_id: str, before: int | None, size: int) -> Sequence[Version]: ...
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint: ...
+
+    def find_checkpoint(self, policy_id: str, checkpoint_id: str) -> Checkpoint | None: ...
+
+    def page_checkpoints(self, policy_id: str, before: int | None, size: int) -> Sequence[Checkpoint]: ...
+
+    def delete_checkpoint(self, policy_id: str, checkpoint_id: str) -> None: ...
+
+
+class RunRepository(Protocol):
+    """Runs and what belongs to them."""
+
+    def add(self, run: Run) -> Run: ...
+
+    def find(self, run_id: str) -> Run | None: ...
+
+    def save(self, run: Run) -> None: ...
+
+    def page(self, before: int | None, size: int) -> Sequence[Run]: ...
+
+    def put_metrics(self, run_id: str, rows: Sequence[MetricsRow]) -> None:
+        """A row of a step that is there replaces it."""
+        ...
+
+    def page_metrics(self, run_id: str, after: int | None, size: int) -> Sequence[MetricsRow]: ...
+
+    def put_loop_state(self, run_id: str, state: LoopState) -> None: ...
+
+    def find_loop_state(self, run_id: str) -> LoopState | None: ...
+
+    def put_groups(self, run_id: str, groups: Groups) -> None: ...
+
+    def page_groups(self, run_id: str, after: int | None, size: int) -> Sequence[Groups]: ...
+
+    def put_artifact(self, run_id: str, artifact: Artifact) -> None: ...
+
+    def page_artifacts(self, run_id: str, after: str | None, size: int) -> Sequence[Artifact]: ...
+
+
+class BlobRepository(Protocol):
+    """Uploads that were signed."""
+
+    def put(self, blob: Blob, now: datetime) -> None: ...
+
+    def find(self, sha256: str) -> Blob | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """What a request id was answered."""
+
+    digest: str
+    response: bytes
+
+
+class RequestRepository(Protocol):
+    """Answers by request id."""
+
+    def find(self, scope: str, request_id: str) -> StoredAnswer | None: ...
+
+    def add(self, scope: str, request_id: str, answer: StoredAnswer, now: datetime) -> None: ...
+
+    def forget_before(self, time: datetime) -> int: ...
+
+
+class OutboxRepository(Protocol):
+    """Facts recorded with the change they tell of."""
+
+    def add(self, fact: Fact, now: datetime) -> None: ...
+
+    def pending(self, limit: int) -> Sequence[OutboxRow]: ...
+
+    def delete(self, row_ids: Sequence[int]) -> None: ...
+
+
+class Transaction(Protocol):
+    """One transaction: all of it happens or none."""
+
+    @property
+    def jobs(self) -> JobRepository: ...
+    @property
+    def servers(self) -> ServerRepository: ...
+    @property
+    def assignments(self) -> AssignmentRepository: ...
+    @property
+    def catalog(self) -> CatalogRepository: ...
+    @property
+    def runs(self) -> RunRepository: ...
+    @property
+    def blobs(self) -> BlobRepository: ...
+    @property
+    def requests(self) -> RequestRepository: ...
+    @property
+    def outbox(self) -> OutboxRepository: ...
+
+
+class LeadershipLost(Exception):
+    """Another scheduler leads this database now; this one must end."""
+
+
+class Database(Protocol):
+    """Runs functions in transactions, in its own thread, one after the other."""
+
+    async def run(self, work: Callable[[Transaction], T]) -> T:
+        """Do `work` in one transaction, rolled back if it raises. LeadershipLost if another took over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process that was started."""
+
+    pid: int
+    pid_start: float
+    log_path: Path
+
+    def recorded(self, server: Server) -> Server:
+        """The server with its process written down."""
+        log_path = str(self.log_path)
+        return replace(server, pid=self.pid, pid_start=self.pid_start, log_path=log_path)
+
+
+OnExit = Callable[[str, int | None], None]
+"""Called in the event loop with a server's id and its exit code, None where nobody can know it."""
+
+
+class Launcher(Protocol):
+    """Starts and ends server processes."""
+
+    @property
+    def name(self) -> str:
+        """What `Server.launcher` says of servers it started."""
+        ...
+
+    @property
+    def can_launch(self) -> bool: ...
+
+    async def start(self, server: Server) -> Started:
+        """Start a server's process, or say again what was started. OSError if that is impossible."""
+        ...
+
+    def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
+        """Watch those of the given servers whose process runs, found by pid and start time or by what they
+        were started with. Every other process that an earlier scheduler of this state directory started is
+        ended."""
+        ...
+
+    async def stop(self, server_id: str, grace_s: float) -> None:
+        """End a server and every process of its group: asked at first, forced after `grace_s`."""
+        ...
+
+    def watched(self) -> Collection[str]:
+        """Servers whose process runs."""
+        ...
+
+    def log_tail(self, server_id: str) -> str:
+        """The last lines of a server's log."""
+        ...
+
+    def close(self) -> None:
+        """Stop watching; the processes go on."""
+        ...
+
+
+class ModelSource(Protocol):
+    """Base models by name."""
+
+    async def resolve(self, model_id: str, field: str) -> Model:
+        """What a name stands for. UNKNOWN_MODEL, naming `field` and listing what is known."""
+        ...
+
+    async def known(self) -> Sequence[str]:
+        """Models known by name."""
+        ...

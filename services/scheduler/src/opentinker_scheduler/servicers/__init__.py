@@ -1,0 +1,1 @@
+"""One short method for each RPC: message to domain, domain to message."""

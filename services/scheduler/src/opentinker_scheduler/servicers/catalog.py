@@ -1,0 +1,114 @@
+"""CatalogService: policies, versions, checkpoints."""
+
+from typing import Any
+
+from opentinker_scheduler.application.answers import Answers
+from opentinker_scheduler.application.catalog import Catalog
+from opentinker_scheduler.application.pages import make_token, page_size, read_int
+from opentinker_scheduler.domain.names import split
+from opentinker_scheduler.ports import Database, Transaction
+from opentinker_scheduler.wire import records as wire
+from opentinkerapi.catalog.v1 import catalog_service_pb2 as pb
+from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceServicer
+
+
+class CatalogServicer(CatalogServiceServicer):
+    """Read by clients, written by trainers."""
+
+    def __init__(self, database: Database, answers: Answers, catalog: Catalog) -> None:
+        self._database = database
+        self._answers = answers
+        self._catalog = catalog
+
+    async def RegisterPolicy(
+        self, request: pb.RegisterPolicyRequest, context: Any
+    ) -> pb.RegisterPolicyResponse:
+        policy = wire.read_policy(request.policy)
+
+        def register(tx: Transaction) -> pb.RegisterPolicyResponse:
+            done = self._catalog.register_policy(
+                tx, policy, request.version_sha256, request.version_manifest_key, request.attempt
+            )
+            return pb.RegisterPolicyResponse(policy=wire.write_policy(done))
+
+        # A trainer that was restarted in between asks again from another server, under another attempt.
+        return await self._answers.once(
+            request, pb.RegisterPolicyResponse, register, ignore=("server", "attempt")
+        )
+
+    async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
+        policy = await self._database.run(lambda tx: self._catalog.policy(tx, request.name))
+        return pb.GetPolicyResponse(policy=wire.write_policy(policy))
+
+    async def ListPolicies(self, request: pb.ListPoliciesRequest, context: Any) -> pb.ListPoliciesResponse:
+        size = page_size(request.page_size)
+        before = read_int("ListPolicies", request.job, request.page_token)
+        job = split(request.job, "jobs") if request.job else ("",)
+        if job is None:
+            return pb.ListPoliciesResponse()
+        found = await self._database.run(lambda tx: tx.catalog.page_policies(before, size + 1, job[0]))
+        token = make_token("ListPolicies", request.job, found[size - 1].seq) if len(found) > size else ""
+        return pb.ListPoliciesResponse(policies=map(wire.write_policy, found[:size]), next_page_token=token)
+
+    async def DeletePolicy(self, request: pb.DeletePolicyRequest, context: Any) -> pb.DeletePolicyResponse:
+        def delete(tx: Transaction) -> pb.DeletePolicyResponse:
+            self._catalog.delete_policy(tx, request.name)
+            return pb.DeletePolicyResponse()
+
+        return await self._answers.once(request, pb.DeletePolicyResponse, delete)
+
+    async def RegisterVersion(
+        self, request: pb.RegisterVersionRequest, context: Any
+    ) -> pb.RegisterVersionResponse:
+        asked = wire.read_version(request.version)
+        version = await self._database.run(
+            lambda tx: self._catalog.register_version(tx, request.policy, asked, request.attempt)
+        )
+        return pb.RegisterVersionResponse(version=wire.write_version(version))
+
+    async def GetVersion(self, request: pb.GetVersionRequest, context: Any) -> pb.GetVersionResponse:
+        version = await self._database.run(lambda tx: self._catalog.version(tx, request.name))
+        return pb.GetVersionResponse(version=wire.write_version(version))
+
+    async def ListVersions(self, request: pb.ListVersionsRequest, context: Any) -> pb.ListVersionsResponse:
+        size, policy = page_size(request.page_size), request.policy
+        before = read_int("ListVersions", policy, request.page_token)
+        found = await self._database.run(
+            lambda tx: tx.catalog.page_versions(self._catalog.policy(tx, policy).id, before, size + 1)
+        )
+        token = make_token("ListVersions", policy, found[size - 1].version) if len(found) > size else ""
+        return pb.ListVersionsResponse(versions=map(wire.write_version, found[:size]), next_page_token=token)
+
+    async def RegisterCheckpoint(
+        self, request: pb.RegisterCheckpointRequest, context: Any
+    ) -> pb.RegisterCheckpointResponse:
+        asked = wire.read_checkpoint(request.checkpoint)
+        checkpoint = await self._database.run(
+            lambda tx: self._catalog.register_checkpoint(tx, request.policy, asked, request.attempt)
+        )
+        return pb.RegisterCheckpointResponse(checkpoint=wire.write_checkpoint(checkpoint))
+
+    async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Any) -> pb.GetCheckpointResponse:
+        checkpoint = await self._database.run(lambda tx: self._catalog.checkpoint(tx, request.name))
+        return pb.GetCheckpointResponse(checkpoint=wire.write_checkpoint(checkpoint))
+
+    async def ListCheckpoints(
+        self, request: pb.ListCheckpointsRequest, context: Any
+    ) -> pb.ListCheckpointsResponse:
+        size, policy = page_size(request.page_size), request.policy
+        before = read_int("ListCheckpoints", policy, request.page_token)
+        found = await self._database.run(
+            lambda tx: tx.catalog.page_checkpoints(self._catalog.policy(tx, policy).id, before, size + 1)
+        )
+        token = make_token("ListCheckpoints", policy, found[size - 1].seq) if len(found) > size else ""
+        page = map(wire.write_checkpoint, found[:size])
+        return pb.ListCheckpointsResponse(checkpoints=page, next_page_token=token)
+
+    async def DeleteCheckpoint(
+        self, request: pb.DeleteCheckpointRequest, context: Any
+    ) -> pb.DeleteCheckpointResponse:
+        def delete(tx: Transaction) -> pb.DeleteCheckpointResponse:
+            self._catalog.delete_checkpoint(tx, request.name)
+            return pb.DeleteCheckpointResponse()
+
+        return await self._answers.once(request, pb.DeleteCheckpointResponse, delete)

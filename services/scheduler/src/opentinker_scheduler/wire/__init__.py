@@ -1,0 +1,1 @@
+"""Between messages and the domain: the only modules that know both."""

@@ -1,0 +1,132 @@
+"""What a job may ask for: everything impossible is refused at once, by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.domain.admission import Model, Offer, check_capacity, check_job, complete
+from opentinker_scheduler.domain.model import JobKind, OnClientLoss, Role, ServerOptions, SlotSpec, Tuning
+from opentinker_scheduler.domain.planner import Limits
+from opentinkerapi.runtime.reasons import Reason
+
+TRAINER, INFERENCE = SlotSpec(Role.TRAINER, "m"), SlotSpec(Role.INFERENCE, "m")
+MODEL = Model("m", 2048)
+OFFER = Offer(
+    limits=Limits(max_servers=4, max_engine_servers={"vllm": 1}),
+    engines={Role.TRAINER: ("torch", "noop"), Role.INFERENCE: ("transformers", "noop")},
+    default_engines={Role.TRAINER: "torch", Role.INFERENCE: "transformers"},
+    install_hints={"vllm": "run: pip install vllm"},
+    default_dtypes={"torch": "float32"},
+    default_serving_modes={"transformers": "adapter"},
+    max_context_tokens=8192,
+)
+
+
+def refusal(*slots: SlotSpec, kind: JobKind = JobKind.LORA_RL, **more: object) -> ServiceError:
+    loss = more.get("loss", OnClientLoss.PAUSE)
+    with pytest.raises(ServiceError) as refused:
+        check_job(kind, slots, loss, more.get("ttl", 600.0), more.get("labels", {}))  # type: ignore[arg-type]
+    return refused.value
+
+
+def test_what_is_fine_passes() -> None:
+    check_job(JobKind.LORA_RL, [TRAINER, INFERENCE], OnClientLoss.CANCEL, 10.0, {"a": "b"})
+    check_job(JobKind.INFERENCE, [INFERENCE], OnClientLoss.PAUSE, 600.0, {})
+
+
+@pytest.mark.parametrize("kind", [JobKind.FULL_RL, JobKind.SFT])
+def test_kinds_that_do_not_exist_yet_are_refused_by_name(kind: JobKind) -> None:
+    error = refusal(TRAINER, kind=kind)
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.kind")
+    assert kind.upper() in error.message
+
+
+def test_detach_is_refused_by_name() -> None:
+    error = refusal(TRAINER, loss=OnClientLoss.DETACH)
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.on_client_loss")
+
+
+def test_full_tuning_is_refused_by_name() -> None:
+    error = refusal(replace(TRAINER, tuning=Tuning.FULL))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.slots[0].tuning")
+
+
+@pytest.mark.parametrize("ttl", [9.9, 24 * 3600 + 1.0])
+def test_a_lease_has_bounds(ttl: float) -> None:
+    assert refusal(TRAINER, ttl=ttl).field == "job.lease_ttl"
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [
+        (ServerOptions(engine="vlm"), "engine", "torch, noop"),
+        (ServerOptions(dtype="float16"), "dtype", "float32, bfloat16"),
+        (ServerOptions(serving_mode="merge"), "serving_mode", "adapter, merged"),
+        (ServerOptions(serving_mode="merged"), "serving_mode", "inference"),
+        (ServerOptions(max_lora_rank=-1), "max_lora_rank", "positive"),
+        (ServerOptions(context_tokens=-1), "context_tokens", "positive"),
+    ],
+)
+def test_options_are_checked_one_by_one(options: ServerOptions, field: str, says: str) -> None:
+    error = refusal(INFERENCE, replace(TRAINER, options=options))
+    assert error.reason is Reason.INVALID_FIELD
+    assert error.field == f"job.slots[1].options.{field}"
+    assert says in error.message
+
+
+def test_kinds_and_slots_must_fit() -> None:
+    assert refusal(INFERENCE).reason is Reason.UNSUPPORTED_COMBINATION
+    assert refusal(TRAINER, kind=JobKind.INFERENCE).reason is Reason.UNSUPPORTED_COMBINATION
+    assert refusal(replace(TRAINER, count=0)).field == "job.slots[0].count"
+    assert refusal(TRAINER, replace(INFERENCE, tuning=Tuning.LORA)).field == "job.slots[1].tuning"
+    assert refusal(TRAINER, labels={str(i): "" for i in range(65)}).field == "job.labels"
+
+
+def test_defaults_are_filled_in_so_that_equal_wishes_share_servers() -> None:
+    plain = complete(TRAINER, MODEL, OFFER, "job.slots[0]")
+    same = replace(TRAINER, options=ServerOptions(engine="torch", dtype="float32"), tuning=Tuning.LORA)
+    assert plain == complete(same, MODEL, OFFER, "job.slots[0]")
+    assert plain.options == ServerOptions("torch", "float32", "", 32, 2048)
+    assert complete(INFERENCE, MODEL, OFFER, "f").options.serving_mode == "adapter"
+
+
+def test_an_engine_that_is_not_installed_says_how_to_get_it() -> None:
+    spec = replace(INFERENCE, options=ServerOptions(engine="vllm"))
+    with pytest.raises(ServiceError) as refused:
+        complete(spec, MODEL, OFFER, "job.slots[1]")
+    assert refused.value.reason is Reason.MISSING_DEPENDENCY
+    assert "pip install vllm" in refused.value.message
+    assert "transformers" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        (ServerOptions(max_lora_rank=512), "max_lora_rank=256"),
+        (ServerOptions(context_tokens=4096), "2048 tokens of m"),
+        (ServerOptions(context_tokens=10_000), "max_context_tokens=8192"),
+    ],
+)
+def test_what_is_too_large_names_the_limit(options: ServerOptions, limit: str) -> None:
+    with pytest.raises(ServiceError) as refused:
+        complete(replace(TRAINER, options=options), MODEL, OFFER, "job.slots[0]")
+    assert refused.value.reason is Reason.CANNOT_BE_SATISFIED
+    assert limit in refused.value.message
+
+
+def test_what_no_empty_cluster_could_hold_is_refused() -> None:
+    many = complete(replace(TRAINER, count=33), MODEL, OFFER, "f")
+    with pytest.raises(ServiceError, match="max_servers is 4") as refused:
+        check_capacity([many], OFFER.limits)
+    assert refused.value.reason is Reason.CANNOT_BE_SATISFIED
+    check_capacity([replace(many, count=32)], OFFER.limits)
+    merged = SlotSpec(Role.INFERENCE, "m", count=2, options=ServerOptions("vllm", "", "merged"))
+    with pytest.raises(ServiceError, match=r"max_engine_servers\[vllm\] is 1"):
+        check_capacity([merged], OFFER.limits)
+
+
+def test_without_a_launcher_nothing_is_filled_in() -> None:
+    offer = replace(OFFER, limits=Limits(can_launch=False))
+    assert complete(INFERENCE, Model("m", 0), offer, "f").options == ServerOptions()
+    check_capacity([replace(TRAINER, count=1000)], offer.limits)

@@ -1,0 +1,254 @@
+"""Jobs over real server processes: started on demand, watched, restarted, ended."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from opentinker_kit.testing import wait_until
+from opentinkerapi.scheduler.v1 import job_pb2
+from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
+
+TRAINER, INFERENCE = job_pb2.SLOT_ROLE_TRAINER, job_pb2.SLOT_ROLE_INFERENCE
+RUNNING, STARTING = job_pb2.JOB_STATE_RUNNING, job_pb2.JOB_STATE_STARTING
+
+
+def child_pid(rig: Any, server: job_pb2.Server) -> int:
+    """The process that a fake server started, as a front starts its engine."""
+    folder: Path = rig.folder / "servers" / server.name.removeprefix("servers/")
+    return int((folder / "child.pid").read_text())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_job_gets_servers_and_runs(rig: Any, make_slot: Any) -> None:
+    job = await rig.create_job(make_slot(TRAINER), make_slot(INFERENCE))
+    assert (job.state, job.attempt) == (job_pb2.JOB_STATE_QUEUED, 0)
+    job = await rig.until(job.name, RUNNING)
+    assert job.attempt == 1
+    assert job.HasField("start_time")
+    lease = await rig.renew(job.name)
+    assert {(e.role, e.slot_index, e.attempt) for e in lease.endpoints} == {
+        (TRAINER, 0, 1),
+        (INFERENCE, 1, 1),
+    }
+    assert lease.job_token
+    servers = await rig.servers()
+    assert {server.state for server in servers} == {job_pb2.SERVER_STATE_READY}
+    assert {e.address for e in lease.endpoints} == {server.address for server in servers}
+    assert all(server.slots_used == 1 and server.launcher == "process" for server in servers)
+    for server in servers:
+        (told,) = rig.told(server)
+        assert (told["job"], told["attempt"], told["policies"]) == (job.name, 1, [])
+        settings = Path(server.log_path).parent / "settings.json"
+        assert settings.stat().st_mode & 0o777 == 0o600
+        assert os.getsid(server.pid) == server.pid
+
+
+async def test_finishing_frees_the_slots(rig: Any, make_slot: Any) -> None:
+    job = await rig.create_job()
+    await rig.until(job.name, RUNNING)
+    request = pb.FinishJobRequest(
+        name=job.name, request_id="f", outcome=job_pb2.JOB_STATE_SUCCEEDED, message="done"
+    )
+    first = await rig.jobs.FinishJob(request)
+    assert first.job.state == job_pb2.JOB_STATE_SUCCEEDED
+    assert await rig.jobs.FinishJob(request) == first
+    (server,) = await rig.servers()
+    await wait_until(lambda: any("release" in told for told in rig.told(server)))
+    # The server stays for the next one.
+    job = await rig.create_job()
+    await rig.until(job.name, RUNNING)
+    (same,) = await rig.servers()
+    assert same.pid == server.pid
+
+
+@pytest.mark.parametrize("role", [TRAINER, INFERENCE])
+async def test_a_killed_server_is_replaced_at_once(rig: Any, make_slot: Any, role: int) -> None:
+    job = await rig.create_job(make_slot(TRAINER), make_slot(INFERENCE))
+    job = await rig.until(job.name, RUNNING)
+    before = {e.role: e for e in (await rig.renew(job.name)).endpoints}
+    victim = next(server for server in await rig.servers() if server.role == role)
+    engine = child_pid(rig, victim)
+    start = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+    job = await rig.until(job.name, STARTING, timeout_s=2.0)
+    assert time.monotonic() - start < 2.0
+    assert "was killed by signal 9" in job.state_reason
+    assert job.attempt == 2
+    await wait_until(lambda: not alive(engine), what="the engine of the dead server is gone")
+    job = await rig.until(job.name, RUNNING)
+    after = {e.role: e for e in (await rig.renew(job.name)).endpoints}
+    other = INFERENCE if role == TRAINER else TRAINER
+    assert after[role].attempt == 2
+    assert after[role].server != before[role].server
+    # Who did not die is not disturbed.
+    assert after[other] == before[other]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+async def test_a_server_that_ends_unasked_costs_the_job_its_crashes(start_rig: Any, code: int) -> None:
+    """B109: a dead component is noticed whatever its exit code. B107: the job fails with the cause."""
+    rig = await start_rig(behavior=f"exit_ready:{code}")
+    job = await rig.create_job()
+    job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
+    assert f"exited with code {code}" in job.error.message
+    assert "it broke later" in job.error.message
+    assert "crash 3 of 3" in job.error.message
+    await wait_until(lambda: _no_servers(rig), what="no server is left")
+
+
+async def _no_servers(rig: Any) -> bool:
+    return not await rig.servers()
+
+
+async def test_a_server_that_cannot_start_fails_the_job_with_its_log(start_rig: Any) -> None:
+    rig = await start_rig(behavior="exit:3")
+    job = await rig.create_job()
+    job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
+    assert "exited with code 3" in job.error.message
+    assert "something broke" in job.error.message
+    ended = await rig.servers(include_ended=True)
+    assert len(ended) == 3
+    assert {server.state for server in ended} == {job_pb2.SERVER_STATE_LOST}
+
+
+async def test_a_server_that_says_it_cannot_load(start_rig: Any) -> None:
+    rig = await start_rig(behavior="failure:no such weights", crash_limit=1)
+    job = await rig.create_job()
+    job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
+    assert "no such weights" in job.error.message
+    await wait_until(lambda: not rig.scheduler.launcher.watched(), what="its process is gone")
+
+
+@pytest.mark.parametrize(
+    ("behavior", "setting", "says"),
+    [
+        ("silent", "register_timeout_s", "did not register"),
+        ("never_ready", "ready_timeout_s", "did not load its model"),
+    ],
+)
+async def test_a_server_that_takes_too_long(start_rig: Any, behavior: str, setting: str, says: str) -> None:
+    rig = await start_rig(behavior=behavior, crash_limit=1, **{setting: 2.5})
+    job = await rig.create_job()
+    job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
+    assert says in job.error.message
+    await wait_until(lambda: not rig.scheduler.launcher.watched(), what="its process is gone")
+
+
+async def test_an_assignment_that_fails_fails_the_job(start_rig: Any) -> None:
+    rig = await start_rig(behavior="refuse")
+    job = await rig.create_job()
+    job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
+    assert "the policy cannot be restored" in job.error.message
+
+
+async def test_a_server_that_hangs_loses_its_lease(start_rig: Any) -> None:
+    rig = await start_rig(server_lease_s=1.0)
+    job = await rig.create_job()
+    await rig.until(job.name, RUNNING)
+    (server,) = await rig.servers()
+    os.kill(server.pid, signal.SIGSTOP)
+    job = await rig.until(job.name, STARTING, timeout_s=5.0)
+    assert "did not renew its lease for 1 s" in job.state_reason
+    await rig.until(job.name, RUNNING)
+    assert not alive(server.pid)
+
+
+async def test_a_program_that_does_not_exist(start_rig: Any) -> None:
+    rig = await start_rig(python="/nowhere/python", crash_limit=2)
+    job = await rig.create_job()
+    job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
+    assert "could not be started" in job.error.message
+
+
+async def test_idle_servers_are_stopped(start_rig: Any) -> None:
+    rig = await start_rig(idle_stop_s=0.5)
+    job = await rig.create_job()
+    await rig.until(job.name, RUNNING)
+    (server,) = await rig.servers()
+    await asyncio.sleep(1.0)
+    assert len(await rig.servers()) == 1
+    await rig.jobs.CancelJob(pb.CancelJobRequest(name=job.name, request_id="c"))
+    await wait_until(lambda: _no_servers(rig), what="the idle server is gone")
+    assert not alive(server.pid)
+    (ended,) = await rig.servers(include_ended=True)
+    assert ended.state == job_pb2.SERVER_STATE_STOPPED
+
+
+async def test_an_idle_server_makes_room_for_another_kind(start_rig: Any, make_slot: Any) -> None:
+    rig = await start_rig(max_servers=1)
+    job = await rig.create_job()
+    await rig.until(job.name, RUNNING)
+    await rig.jobs.CancelJob(pb.CancelJobRequest(name=job.name, request_id="c"))
+    job = await rig.create_job(make_slot(model="other-model"))
+    await rig.until(job.name, RUNNING)
+
+
+async def test_a_large_job_does_not_block_a_small_one(start_rig: Any, make_slot: Any) -> None:
+    """B98, through the whole service."""
+    rig = await start_rig(max_servers=1, trainer_slots=8)
+    first = await rig.create_job()
+    await rig.until(first.name, RUNNING)
+    large = await rig.create_job(make_slot(count=8))
+    small = await rig.create_job()
+    await rig.until(small.name, RUNNING)
+    large = await rig.job(large.name)
+    assert (large.state, large.queue_position) == (job_pb2.JOB_STATE_QUEUED, 1)
+    assert "waiting for 8 trainer slots" in large.state_reason
+    for number, job in enumerate((first, small)):
+        await rig.jobs.CancelJob(pb.CancelJobRequest(name=job.name, request_id=f"c{number}"))
+    await rig.until(large.name, RUNNING)
+    assert len((await rig.renew(large.name)).endpoints) == 8
+
+
+async def test_twenty_jobs_at_once(rig: Any, make_slot: Any) -> None:
+    """B111: all get their slots; servers are shared and nobody collides."""
+    jobs = await asyncio.gather(
+        *(rig.create_job(make_slot(TRAINER), make_slot(INFERENCE)) for _ in range(20))
+    )
+    assert len({job.name for job in jobs}) == 20
+    await asyncio.gather(*(rig.until(job.name, RUNNING, timeout_s=60.0) for job in jobs))
+    servers = await rig.servers()
+    assert len(servers) == 6
+    assert sum(server.slots_used for server in servers) == 40
+
+
+async def test_the_end_of_the_lifeline_ends_the_servers(start_rig: Any, make_slot: Any) -> None:
+    reader, writer = os.pipe()
+    rig = await start_rig(lifeline_fd=reader)
+    job = await rig.create_job(make_slot(TRAINER), make_slot(INFERENCE))
+    await rig.until(job.name, RUNNING)
+    pids = [server.pid for server in await rig.servers()]
+    pids += [child_pid(rig, server) for server in await rig.servers()]
+    os.close(writer)
+    await wait_until(lambda: not any(alive(pid) for pid in pids), what="all processes are gone")
+    os.close(reader)
+
+
+async def test_an_orderly_stop_pauses_jobs_and_leaves_no_process(start_rig: Any) -> None:
+    rig = await start_rig()
+    job = await rig.create_job()
+    await rig.until(job.name, RUNNING)
+    (server,) = await rig.servers()
+    engine = child_pid(rig, server)
+    await rig.stop()
+    assert not alive(server.pid)
+    await wait_until(lambda: not alive(engine))
+    rig = await start_rig()
+    job = await rig.job(job.name)
+    assert job.state == job_pb2.JOB_STATE_PAUSED
+    assert "cluster was stopped" in job.state_reason
+    await rig.jobs.ResumeJob(pb.ResumeJobRequest(name=job.name, request_id="r"))
+    job = await rig.until(job.name, RUNNING)
+    assert job.attempt == 2
