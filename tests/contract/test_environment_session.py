@@ -55,14 +55,14 @@ HERE = Path(__file__)
 class Everything(Environment):
     """Shows every kind of content, reward and end; the action says which."""
 
-    splits = ("train",)
-
     def __init__(self, size: int = 3) -> None:
         if size < 1:
             raise ValueError(f"size must be positive, is {size}")
         self._size = size
 
-    def tasks(self, split: str) -> list[dict[str, Any]]:
+    def tasks(self, split: str) -> list[dict[str, Any]] | None:
+        if split == "test":
+            return None
         return [{"number": number, "pair": (1, 2)} for number in range(self._size)]
 
     def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
@@ -258,7 +258,9 @@ class SessionContract(ABC):
         tasks = await source.tasks("train")
         assert tasks is not None
         assert [task["number"] for task in tasks] == [0, 1, 2]
-        assert source.info.splits == ("train",)
+        assert source.info.splits == ("train", "test")
+        assert await source.tasks("test") is None
+        assert await source.tasks("validation") is None
         assert source.info.description.startswith("Shows every kind")
         await source.close()
 

@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.environments import (
     Action,
+    Array,
     Content,
     EndReason,
     Environment,
@@ -121,6 +122,19 @@ def test_messages_have_openais_shape() -> None:
     assert ToolCall("f", '{"x":').to_dict()["function"]["arguments"] == '{"x":'
     with pytest.raises(InvalidEpisodeData, match="no text form"):
         Message("user", Image(b"x")).to_dict()
+
+
+def test_images_and_arrays_that_cannot_travel_are_refused() -> None:
+    array = Array.of(np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3)))
+    assert np.array_equal(array.numpy(), np.arange(6).reshape(2, 3))
+    for make in (
+        lambda: Image(b"x", "image/bmp"),
+        lambda: Image(bytes(2 * 1024 * 1024 + 1)),
+        lambda: Array.of(np.zeros(2, dtype=np.float16)),
+        lambda: Array.of(np.zeros(600_000, dtype=np.float32)),
+    ):
+        with pytest.raises(InvalidEpisodeData):
+            make()
 
 
 def test_what_ended_an_episode_says_whether_it_is_trained_on() -> None:

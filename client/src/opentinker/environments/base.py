@@ -11,6 +11,8 @@ from opentinker.environments.types import AGENT, Action, Observation, StepResult
 
 Task = Mapping[str, Any]
 
+DEFAULT_SPLITS = ("train", "test")
+
 
 class Environment:
     """One game, problem or tool box; an instance plays one episode and is then thrown away.
@@ -28,7 +30,9 @@ class Environment:
     deterministic: ClassVar[bool] = True
     """The same seed, task and actions give the same episode."""
     splits: ClassVar[tuple[str, ...]] = ()
-    """Splits for which `tasks` gives a list."""
+    """Splits for which `tasks` gives a list. By default "train" and "test" where `tasks` is written at
+    all.
+    """
     agents: ClassVar[tuple[str, ...]] = (AGENT,)
     """Who plays."""
     awaits: ClassVar[bool] = False
@@ -88,7 +92,7 @@ def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
         version=str(cls.version),
         max_turns=int(cls.max_turns),
         deterministic=bool(cls.deterministic),
-        splits=tuple(cls.splits),
+        splits=tuple(cls.splits) or (DEFAULT_SPLITS if cls.tasks is not Environment.tasks else ()),
     )
 
 
@@ -126,4 +130,5 @@ def make(cls: EnvironmentClass, options: Mapping[str, Any]) -> Environment:
 
 def is_async(cls: EnvironmentClass) -> bool:
     """Whether its steps are coroutines, which may wait without holding a thread."""
-    return cls.awaits or inspect.iscoroutinefunction(cls.step) or inspect.iscoroutinefunction(cls.reset)
+    methods = (cls.reset, cls.step, cls.finalize, cls.close)
+    return cls.awaits or any(inspect.iscoroutinefunction(method) for method in methods)

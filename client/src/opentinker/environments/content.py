@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
+DTYPES = ("float32", "float64", "int32", "int64", "bool", "uint8")
+INLINE_MAX_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An encoded image of at most 2 MiB."""
+    """An encoded image, at most 2 MiB."""
 
     data: bytes
     media_type: str = "image/png"
@@ -50,15 +52,23 @@ class Image:
     def __post_init__(self) -> None:
         if self.media_type not in IMAGE_TYPES:
             raise InvalidEpisodeData(f"media_type {self.media_type!r} is none of {', '.join(IMAGE_TYPES)}")
+        _check_size("an image", self.data)
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numeric array: dtype name, shape and its bytes, little-endian in C order."""
+    """A numeric array, at most 2 MiB: dtype name, shape and its bytes, little-endian in C order."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidEpisodeData(
+                f"an array of {self.dtype} cannot travel; use one of {', '.join(DTYPES)}"
+            )
+        _check_size("an array", self.data)
 
     @classmethod
     def of(cls, array: "numpy.ndarray[Any, Any]") -> "Array":
@@ -191,6 +201,11 @@ class Message:
         if self.name:
             message["name"] = self.name
         return message
+
+
+def _check_size(what: str, data: bytes) -> None:
+    if len(data) > INLINE_MAX_BYTES:
+        raise InvalidEpisodeData(f"{what} of {len(data)} bytes is over the {INLINE_MAX_BYTES} that travel")
 
 
 def _tool_call(value: ToolCall | Mapping[str, Any]) -> ToolCall:

@@ -28,7 +28,13 @@ from opentinker.environments.wire import (
 )
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceStub
-from opentinkerapi.runtime.errors import EpisodeNotFound, OpenTinkerError, Unavailable, from_rpc_error
+from opentinkerapi.runtime.errors import (
+    EpisodeNotFound,
+    InvalidArgument,
+    OpenTinkerError,
+    Unavailable,
+    from_rpc_error,
+)
 from opentinkerapi.runtime.reasons import Reason
 
 LEASE_TTL_S = 60.0
@@ -168,7 +174,12 @@ class HostedEnvironment:
             environment=self._name, split=split, page_size=1000, options_json=self._options_json
         )
         while True:
-            answer = await self.call(self.stub.ListTasks, request)
+            try:
+                answer = await self.call(self.stub.ListTasks, request)
+            except InvalidArgument as error:
+                if error.metadata.get("tasks") == "drawn":
+                    return None
+                raise
             tasks += [json.loads(task) for task in answer.tasks_json]
             if not answer.next_page_token:
                 return tasks

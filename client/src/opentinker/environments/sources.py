@@ -67,6 +67,8 @@ class LocalEnvironment:
         self._step_timeout_s = step_timeout_s
 
     async def tasks(self, split: str) -> Sequence[Task] | None:
+        if split not in self.info.splits:
+            return None
         environment = make(self._cls, self._options)
         return await asyncio.to_thread(environment.tasks, split)
 

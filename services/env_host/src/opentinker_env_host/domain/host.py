@@ -143,7 +143,15 @@ class EnvironmentHost:
         reply = await self._without_episode(
             pool, "tasks", split=split, options=options, offset=offset, limit=limit
         )
-        return reply.answer["tasks"] or [], reply.answer["total"]
+        tasks = reply.answer["tasks"]
+        if tasks is None:
+            raise ServiceError(
+                Reason.INVALID_FIELD,
+                f"{environment} draws the tasks of split {split!r} from the seed and has no list of them",
+                field="split",
+                metadata={"tasks": "drawn"},
+            )
+        return tasks, reply.answer["total"]
 
     async def open_group(self, request_id: str, recipe: Recipe, size: int) -> Group:
         """Open the episodes of a group; a repetition gets the first answer."""
