@@ -1,5 +1,6 @@
 """The compose file and the Dockerfiles, as far as they can be checked without a Docker engine."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -14,6 +15,12 @@ COMPOSE = ROOT / "deploy" / "compose.yaml"
 DOCKERFILES = sorted(ROOT.glob("services/*/Dockerfile"))
 SERVICES = ("env_host", "inference", "scheduler", "trainer")
 THIRD_PARTY = ("minio", "nats")
+SETTINGS = {
+    "env_host": "EnvHostSettings",
+    "inference": "InferenceSettings",
+    "scheduler": "SchedulerSettings",
+    "trainer": "TrainerSettings",
+}
 
 
 def compose() -> dict[str, Any]:
@@ -39,6 +46,26 @@ def test_compose_has_each_service_with_a_health_check() -> None:
     for name in SERVICES:
         assert (ROOT / services[name]["build"]["dockerfile"]).exists()
         assert "scheduler:/state" in services["scheduler"]["volumes"], "SQLite lies on a volume"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_each_service_accepts_the_settings_that_compose_passes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in compose()["services"][name]["environment"].items():
+        monkeypatch.setenv(key, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
+    settings_class = getattr(importlib.import_module(f"opentinker_{name}.settings"), SETTINGS[name])
+    unknown = {
+        key
+        for key in compose()["services"][name]["environment"]
+        if key.removeprefix("OPENTINKER_").split("__")[0].lower() not in settings_class.model_fields
+    }
+    assert not unknown, f"{name} has no such settings"
+    settings = settings_class()
+    assert settings.listen_host == "0.0.0.0"
+    assert settings.s3.public_endpoint == "http://localhost:9000"
+    if name != "scheduler":
+        assert settings.advertise_address == f"localhost:{settings.listen_port}"
 
 
 def test_published_ports_are_on_this_host_unless_asked_otherwise() -> None:

@@ -1,5 +1,7 @@
 """A TypeScript client, generated from the protos, trains a step and samples the result."""
 
+import json
+import math
 import shutil
 import subprocess
 import sys
@@ -7,6 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+import opentinker as ot
+from opentinker_local import attach
 
 FOLDER = Path(__file__).resolve().parent / "typescript"
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
@@ -62,3 +67,27 @@ def run(command: list[str], timeout: float) -> str:
 @pytest.mark.slow
 def test_the_generated_client_compiles(compiled: Path) -> None:
     assert compiled.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_trains_a_step_and_samples_the_result(
+    compiled: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    with ot.connect(state_dir=tmp_path / "stack") as cluster:
+        key_file = attach(tmp_path / "stack").bootstrap_key_file
+        words = ["--address", cluster.address, "--key-file", str(key_file), "--model", str(tiny_model_dir)]
+        found = json.loads(run(["node", str(compiled), *words], timeout=240))
+    assert found["states"][-1] == "JOB_STATE_RUNNING"
+    assert found["outcome"] == "JOB_STATE_SUCCEEDED"
+    assert found["step"] == "1"
+    assert found["version"] == "1"
+    # The trainer's loss and the sampler's scores of version 0 are one number, computed by two services.
+    assert found["lossSum"] == pytest.approx(-found["logprobBefore"], abs=1e-3)
+    # One step down the gradient makes the text likelier in the version that was published.
+    assert found["logprobAfter"] > found["logprobBefore"]
+    assert len(found["completions"]) == 2
+    for completion in found["completions"]:
+        assert len(completion["tokens"]) == len(completion["logprobs"]) == 6
+        assert all(math.isfinite(logprob) and logprob <= 0 for logprob in completion["logprobs"])
+        assert completion["versions"] == ["1"]
