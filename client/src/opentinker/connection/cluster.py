@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -166,11 +166,20 @@ class Cluster:
         if self in _active:
             _active.remove(self)
         try:
-            self.portal.run(self._close(failed))
+            self.portal.run(self.leave(failed))
         finally:
             self.portal.close()
             if self._embedded is not None:
                 self._embedded.stop()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Self]:
+        """Make this the cluster that `fit()` uses, without ending it afterwards."""
+        _active.append(self)
+        try:
+            yield self
+        finally:
+            _active.remove(self)
 
     def __enter__(self) -> Self:
         _active.append(self)
@@ -258,7 +267,8 @@ class Cluster:
         self._policies.append(policy)
         return policy
 
-    async def _close(self, failed: bool) -> None:
+    async def leave(self, failed: bool) -> None:
+        """End everything opened here; the client's loop goes on."""
         for record in self._records:
             await record.close()
         for policy in self._policies:
@@ -277,7 +287,7 @@ def connect(
     *,
     key: str | None = None,
     state_dir: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
     progress: bool | None = None,
 ) -> Cluster:
     """Connect to a cluster. Use it as a context manager, plain or async.

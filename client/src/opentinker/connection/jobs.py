@@ -67,7 +67,9 @@ class Job:
         self._epoch = 0
         self._resolving = asyncio.Lock()
         self._trouble_since: float | None = None
-        self._closed = False
+        self._end_error: errors.OpenTinkerError | None = None
+        self.on_end: list[Callable[[errors.OpenTinkerError], None]] = []
+        """Called once when the job turns out to have ended."""
         self._renewals = asyncio.create_task(self._renew_for_ever())
         self._channels: list[grpc.aio.Channel] = []
 
@@ -82,6 +84,8 @@ class Job:
 
     async def link(self, role: Role) -> Link:
         """The way to a slot, waiting until the job runs. JobEnded (or the cause) if it has ended."""
+        if self._end_error is not None:
+            raise self._end_error
         if role not in self._links:
             async with self._resolving:
                 if role not in self._links:
@@ -149,7 +153,6 @@ class Job:
 
     async def close(self) -> None:
         """Stop renewing and close the channels; the job itself goes on until its lease ends."""
-        self._closed = True
         self._renewals.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._renewals
@@ -168,26 +171,42 @@ class Job:
             await self.close()
 
     async def _renew_for_ever(self) -> None:
-        while True:
+        while self._end_error is None:
             await asyncio.sleep(RENEW_EVERY_S)
-            # Whatever is wrong is met by the next call on a link; renewing goes on.
+            # Whatever else is wrong is met by the next call on a link; renewing goes on.
             with contextlib.suppress(errors.OpenTinkerError):
                 await self._renew()
 
     async def _renew(self) -> scheduler_service_pb2.RenewJobLeaseResponse:
         request = scheduler_service_pb2.RenewJobLeaseRequest(name=self.name)
-        return await self._control.call(lambda channel: SchedulerServiceStub(channel).RenewJobLease(request))
+        try:
+            return await self._control.call(
+                lambda channel: SchedulerServiceStub(channel).RenewJobLease(request)
+            )
+        except errors.OpenTinkerError as error:
+            if error.reason in (errors.Reason.INVALID_STATE, errors.Reason.JOB_NOT_FOUND):
+                self._ended(await self._post_mortem(error))
+            raise self._end_error or error from None
+
+    async def _post_mortem(self, refusal: errors.OpenTinkerError) -> errors.OpenTinkerError:
+        """Why a lease that cannot be renewed cannot be: how the job ended."""
+        request = scheduler_service_pb2.GetJobRequest(name=self.name)
+        try:
+            answer = await self._control.call(lambda channel: SchedulerServiceStub(channel).GetJob(request))
+        except errors.OpenTinkerError:
+            return refusal
+        return _end_of(answer.job) or refusal
+
+    def _ended(self, error: errors.OpenTinkerError) -> None:
+        if self._end_error is None:
+            self._end_error = error
+            for tell in self.on_end:
+                tell(error)
 
     async def _resolve(self) -> None:
         """Ask for the endpoints until the job runs. Holds `_resolving`."""
         while True:
-            try:
-                lease = await self._renew()
-            except errors.OpenTinkerError as error:
-                if error.reason != errors.Reason.INVALID_STATE:
-                    raise
-                await self._watch_change(job_pb2.JOB_STATE_UNSPECIFIED)
-                raise
+            lease = await self._renew()
             job = lease.job
             self._tell(job)
             if job.state == job_pb2.JOB_STATE_RUNNING and lease.endpoints:
@@ -198,13 +217,12 @@ class Job:
             await self._watch_change(job.state)
 
     async def _watch_change(self, state: "job_pb2.JobState.ValueType") -> None:
-        """Wait until the job leaves `state`, at most a few seconds. Raises if it has ended."""
+        """Wait until the job leaves `state`, at most a few seconds."""
         request = scheduler_service_pb2.WatchJobRequest(name=self.name)
         call = SchedulerServiceStub(self._control.channel()).WatchJob(request, timeout=5)
         try:
             async for response in stream(call):
                 self._tell(response.job)
-                _raise_if_ended(response.job)
                 if response.job.state != state:
                     return
         except (errors.Unavailable, errors.DeadlineExceeded, errors.Cancelled):
@@ -247,11 +265,12 @@ class Job:
             self._watcher(text)
 
 
-def _raise_if_ended(job: job_pb2.Job) -> None:
+def _end_of(job: job_pb2.Job) -> errors.OpenTinkerError | None:
+    """What to raise for a job that has ended: its own error where it has one."""
     if job.state not in FINAL:
-        return
+        return None
     if job.HasField("error") and job.error.code:
-        raise errors.from_status_data(decode(job.error))
+        return errors.from_status_data(decode(job.error))
     state = job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
     said = f": {job.outcome_message}" if job.outcome_message else ""
-    raise errors.JobEnded(f"{job.name} has {state}{said}", reason=errors.Reason.INVALID_STATE)
+    return errors.JobEnded(f"{job.name} has ended: {state}{said}", reason=errors.Reason.INVALID_STATE)

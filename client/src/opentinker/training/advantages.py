@@ -74,5 +74,5 @@ def is_constant(values: NDArray[np.float64]) -> bool:
     credit.
     """
     spread = float(values.max() - values.min())
-    scale = float(np.abs(values).max())
+    scale = max(float(np.abs(values).max()), float(np.finfo(np.float32).tiny))
     return spread <= SPREAD_ULPS * float(np.finfo(np.float32).eps) * scale

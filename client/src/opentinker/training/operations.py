@@ -81,6 +81,7 @@ class OperationChannel:
         self._sent: dict[int, Operation[Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: BaseException | None = None
+        job.on_end.append(self._end)
 
     def submit(self, operation: Operation[R]) -> Operation[R]:
         """Put an operation behind those submitted before it."""

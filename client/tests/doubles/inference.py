@@ -1,0 +1,139 @@
+"""An inference service without a model: a reply is a function of version, seed and prompt length."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+from client.tests.doubles.tokenizers import files
+
+from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
+from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from opentinkerapi.runtime.render import ChatTokenizer
+from opentinkerapi.runtime.tensors import pack_floats, pack_ids, unpack_ids
+
+Speak = Callable[[int, int, list[int]], str]
+"""(version, seed, prompt ids) -> reply."""
+
+
+def digits(version: int, seed: int, prompt: list[int]) -> str:
+    """A two-digit number that depends on everything."""
+    number = hashlib.sha256(f"{version} {seed} {len(prompt)}".encode()).digest()[0] % 100
+    return f"{number}"
+
+
+class InferenceDouble(InferenceServiceServicer):
+    """`fail_after` = k makes each Sample break off after k completions, once for each request id."""
+
+    def __init__(self, tokenizer: dict[str, bytes] | None = None, speak: Speak = digits) -> None:
+        self.files = tokenizer if tokenizer is not None else files()
+        self.tokenizer = ChatTokenizer(self.files)
+        self.speak = speak
+        self.requests: list[inference_service_pb2.SampleRequest] = []
+        self.acknowledged: list[str] = []
+        self.cancelled: list[str] = []
+        self.loaded: list[int] = []
+        self.fetched = 0
+        self.fail_after: int | None = None
+        self.broken: set[str] = set()
+        self.before: Callable[[Any, Any], Any] | None = None
+        self.context_tokens = 4096
+        self.end = True
+
+    async def Sample(
+        self, request: inference_service_pb2.SampleRequest, context: Any
+    ) -> AsyncIterator[inference_service_pb2.SampleResponse]:
+        self.requests.append(request)
+        if self.before is not None:
+            await self.before(request, context)
+        prompt = unpack_ids(request.prompt.chunks[0].tokens.token_ids)
+        yield inference_service_pb2.SampleResponse(
+            started=sampling_pb2.EffectiveParams(prompt_tokens=len(prompt), params=request.params)
+        )
+        for index in range(request.n):
+            breaks = self.fail_after is not None and index >= self.fail_after
+            if breaks and request.request_id not in self.broken:
+                self.broken.add(request.request_id)
+                from client.tests.doubles.trainer import abort
+
+                from opentinkerapi.runtime.reasons import Reason
+
+                await abort(context, Reason.ENGINE_CRASHED, "the engine died")
+            await asyncio.sleep(0)
+            response = inference_service_pb2.SampleResponse(
+                completion=self._completion(request, prompt, index)
+            )
+            if index + 1 == request.n:
+                response.engine_time.FromMilliseconds(5)
+            yield response
+
+    def _completion(
+        self, request: inference_service_pb2.SampleRequest, prompt: list[int], index: int
+    ) -> sampling_pb2.Completion:
+        version = request.model.policy_version.version
+        seed = request.params.seed + index
+        text = self.speak(version, seed, prompt)
+        ids = self.tokenizer.encode(text)
+        reason = sampling_pb2.STOP_REASON_LENGTH
+        if self.end:
+            ids, reason = [*ids, self.tokenizer.eos_ids[0]], sampling_pb2.STOP_REASON_END
+        completion = sampling_pb2.Completion(
+            index=index,
+            token_ids=pack_ids(ids),
+            logprobs=pack_floats(np.full(len(ids), -0.5)),
+            stop_reason=reason,
+            text=text,
+            seed=seed,
+        )
+        completion.version_spans.add(start=0, end=len(ids), version=version)
+        return completion
+
+    async def AckCompletions(self, request: inference_service_pb2.AckCompletionsRequest, context: Any) -> Any:
+        self.acknowledged += request.request_ids
+        return inference_service_pb2.AckCompletionsResponse()
+
+    async def CancelSample(self, request: inference_service_pb2.CancelSampleRequest, context: Any) -> Any:
+        self.cancelled.append(request.request_id)
+        return inference_service_pb2.CancelSampleResponse()
+
+    async def LoadPolicyVersion(
+        self, request: inference_service_pb2.LoadPolicyVersionRequest, context: Any
+    ) -> Any:
+        self.loaded.append(request.policy_version.version)
+        response = inference_service_pb2.LoadPolicyVersionResponse()
+        response.load_time.FromMilliseconds(20)
+        return response
+
+    async def ScoreTokens(self, request: inference_service_pb2.ScoreTokensRequest, context: Any) -> Any:
+        response = inference_service_pb2.ScoreTokensResponse()
+        for sequence in request.sequences:
+            count = len(unpack_ids(sequence.chunks[0].tokens.token_ids))
+            response.scores.add(logprobs=pack_floats([float("nan")] + [-1.0] * (count - 1)))
+        return response
+
+    async def GetCapabilities(
+        self, request: inference_service_pb2.GetCapabilitiesRequest, context: Any
+    ) -> Any:
+        return inference_service_pb2.GetCapabilitiesResponse(
+            context_tokens=self.context_tokens, engine="double"
+        )
+
+    async def GetTokenizer(
+        self, request: inference_service_pb2.GetTokenizerRequest, context: Any
+    ) -> AsyncIterator[inference_service_pb2.GetTokenizerResponse]:
+        by_digest = {hashlib.sha256(data).hexdigest(): (name, data) for name, data in self.files.items()}
+        digest = hashlib.sha256("".join(sorted(by_digest)).encode()).hexdigest()
+        if not request.sha256s:
+            response = inference_service_pb2.GetTokenizerResponse(digest=digest)
+            for sha256, (name, data) in by_digest.items():
+                response.files.add(name=name, sha256=sha256, size_bytes=len(data))
+            yield response
+            return
+        for sha256 in request.sha256s:
+            self.fetched += 1
+            name, data = by_digest[sha256]
+            for offset in range(0, len(data), 1000):
+                response = inference_service_pb2.GetTokenizerResponse(digest=digest)
+                response.files.add(name=name, sha256=sha256, data=data[offset : offset + 1000], offset=offset)
+                yield response
