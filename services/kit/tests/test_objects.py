@@ -161,3 +161,23 @@ async def test_a_restarting_server_is_waited_for_and_keeps_its_objects(tmp_path:
         await asyncio.to_thread(server.restart)
         async with asyncio.timeout(10):
             assert await reading == b"bytes"
+
+
+async def test_a_full_server_is_a_typed_error_and_loses_nothing(tmp_path: Path) -> None:
+    with start_weed(tmp_path, volume_size_mb=8, max_volumes=1) as server:
+        store = S3ObjectStore(server.settings, patience=1)
+        kept: list[str] = []
+
+        async def fill() -> None:
+            for index in range(10):
+                await store.put(f"k{index}", bytes([index]) * (3 << 20))
+                kept.append(f"k{index}")
+
+        with pytest.raises(ServiceError) as caught:
+            await fill()
+        assert caught.value.reason in (Reason.STORAGE_FULL, Reason.STORAGE_UNAVAILABLE)
+        assert "full" in caught.value.message or "no room" in caught.value.message
+        assert kept
+        for index, key in enumerate(kept):
+            assert await store.get(key) == bytes([index]) * (3 << 20)
+        assert await store.head(f"k{len(kept)}") is None

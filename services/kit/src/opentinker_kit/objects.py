@@ -256,7 +256,7 @@ class S3ObjectStore:
                 raise _full(key) from error
             raise ServiceError(
                 Reason.STORAGE_UNAVAILABLE,
-                f"the object store refused {key}: {error.code}",
+                f"the object store refused {key}: {error.code}{_hint(error.code or '')}",
                 metadata={"s3_code": error.code},
             ) from error
         except ServerError as error:
@@ -271,6 +271,11 @@ def _is_full(code: str, text: str) -> bool:
     return code in _FULL or any(known in text.lower() for known in _FULL_TEXTS)
 
 
+def _hint(code: str) -> str:
+    """What to look at: some servers say no more than this when their disk is full."""
+    return "; its disk may be full, see its log" if code in ("InternalError", "500") else ""
+
+
 def _full(key: str) -> ServiceError:
     return ServiceError(
         Reason.STORAGE_FULL, f"no room left in the object store for {key}; free some and try again"
@@ -282,7 +287,7 @@ def _http_failure(key: str, status: int, body: bytes) -> ServiceError:
         return _full(key)
     return ServiceError(
         Reason.STORAGE_UNAVAILABLE,
-        f"the object store answered HTTP {status} for {key}",
+        f"the object store answered HTTP {status} for {key}{_hint(str(status))}",
         retry_after_s=1.0,
         metadata={"http_status": status},
     )

@@ -173,6 +173,8 @@ class Weed:
     secret_key: str
     volume_size_mb: int | None = None
     """How large one volume file grows; by default by the size of the disk."""
+    max_volumes: int | None = None
+    """How many volume files there may be; by default by the size of the disk."""
 
     @staticmethod
     def pick_ports() -> tuple[int, int, int, int, int]:
@@ -220,6 +222,8 @@ class Weed:
         ]
         if self.volume_size_mb is not None:
             argv.append(f"-master.volumeSizeLimitMB={self.volume_size_mb}")
+        if self.max_volumes is not None:
+            argv.append(f"-volume.max={self.max_volumes}")
         # It would take credentials, buckets and options from variables meant for others.
         drops = ("AWS_*", "S3_*", "WEED_*")
         return Program("weed", argv, self.directory / "weed.log", drops=drops)

@@ -99,16 +99,23 @@ def _start_nats(directory: Path) -> NatsServer:
     return server
 
 
-def start_weed(directory: Path, bucket: str = "opentinker", volume_size_mb: int | None = 64) -> S3Server:
+def start_weed(
+    directory: Path,
+    bucket: str = "opentinker",
+    volume_size_mb: int | None = 64,
+    max_volumes: int | None = None,
+) -> S3Server:
     """Start an S3 server that keeps its data in `directory`, with an empty bucket.
 
-    A with statement stops it at its end.
+    It is full after `max_volumes` of `volume_size_mb`. A with statement stops it at its end.
     """
-    return _again_if_ports_are_taken(lambda: _start_weed(directory, bucket, volume_size_mb))
+    return _again_if_ports_are_taken(lambda: _start_weed(directory, bucket, volume_size_mb, max_volumes))
 
 
-def _start_weed(directory: Path, bucket: str, volume_size_mb: int | None) -> S3Server:
-    weed = Weed(directory, Weed.pick_ports(), "test", secrets.token_hex(16), volume_size_mb)
+def _start_weed(
+    directory: Path, bucket: str, volume_size_mb: int | None, max_volumes: int | None
+) -> S3Server:
+    weed = Weed(directory, Weed.pick_ports(), "test", secrets.token_hex(16), volume_size_mb, max_volumes)
     program = weed.program()
     secret_file = directory / "secret.key"
     write_atomic(secret_file, weed.secret_key, mode=0o600)
