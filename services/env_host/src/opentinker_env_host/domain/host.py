@@ -1,14 +1,13 @@
 """Episodes and the calls on them: open, begin, step, finalize, close, leases.
 
 A call works on its episode in a task of its own, so that a caller who gives up and asks again finds the
-answer. When a worker dies, its episodes are played again from seed and actions on another one at their next
-call, and go on only if every answer has the same digest as before.
+answer. How an episode is played, and played again when its worker died, is in `player`.
 """
 
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,19 +15,17 @@ import structlog
 
 from opentinker_env_host.domain.answers import FirstAnswers
 from opentinker_env_host.domain.episode import Answered, Episode, Recipe, not_found
+from opentinker_env_host.domain.player import MAX_CRASHES, Background, Player
 from opentinker_env_host.domain.pool import WorkerPool
 from opentinker_env_host.ports import (
     EnvironmentFacts,
-    EnvironmentRaised,
     FailureSink,
     NoWorkerFree,
     OptionsRefused,
     Reply,
-    Worker,
     WorkerError,
     WorkerLost,
     WorkerTimedOut,
-    WorkerUnusable,
 )
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
@@ -36,10 +33,7 @@ from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
 
-CLOSE_TIMEOUT_S = 5.0
 CHECK_TIMEOUT_S = 30.0
-MAX_CRASHES = 2
-MAX_RESTORES = 16
 REAP_EVERY_S = 0.5
 MEMORY_EVERY = 20
 """Rounds of the reaper between two looks at the workers' memory."""
@@ -77,7 +71,8 @@ class EnvironmentHost:
         self._episodes: dict[str, Episode] = {}
         self._answers: FirstAnswers[Group] = FirstAnswers(clock)
         self._checked: set[tuple[str, str]] = set()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._background = Background()
+        self._player = Player(pools, failures, self._background, journal_steps=limits.journal_steps)
         self._started = False
         self.draining = False
 
@@ -109,8 +104,7 @@ class EnvironmentHost:
     async def stop(self) -> None:
         """Kill all workers; what was running fails."""
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
-        for task in list(self._running):
-            task.cancel()
+        self._background.cancel()
 
     def pool(self, environment: str, field: str = "environment") -> WorkerPool:
         """The pool of a playable environment."""
@@ -208,7 +202,7 @@ class EnvironmentHost:
             episode = self._episodes.pop(name, None)
             if episode is not None:
                 episode.closed = True
-                self._in_background(self._free(episode))
+                self._background.start(self._player.free(episode))
 
     def renew(self, names: Sequence[str]) -> tuple[list[str], float]:
         """Renew leases; those that are gone, and how long the shortest of the others now lasts."""
@@ -252,8 +246,7 @@ class EnvironmentHost:
             if episode.first is None:
                 if self.draining:
                     raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
-                reply, _ = await self._play(episode, lambda worker: self._reset(episode, worker))
-                episode.first = reply
+                episode.first = await self._player.begin(episode)
             return episode.first
 
     async def _step(self, episode: Episode, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
@@ -262,11 +255,7 @@ class EnvironmentHost:
             stored = episode.check_step(seq, key)
             if stored is not None:
                 return stored
-            timeout = episode.recipe.step_timeout_s
-            reply, replayed = await self._play(
-                episode, lambda worker: worker.call("step", timeout, episode=episode.name, action=action)
-            )
-            answered = Answered(reply, replayed)
+            answered = Answered(*await self._player.step(episode, action))
             episode.record(seq, key, action, answered)
             return answered
 
@@ -276,113 +265,8 @@ class EnvironmentHost:
             if episode.first is None:
                 raise ServiceError(Reason.INVALID_STATE, f"{episode.name} has not begun: call Begin first")
             if episode.result is None:
-                timeout = episode.recipe.step_timeout_s
-                reply, _ = await self._play(
-                    episode, lambda worker: worker.call("finalize", timeout, episode=episode.name)
-                )
-                episode.result = reply
+                episode.result = await self._player.finalize(episode)
             return episode.result
-
-    async def _play(self, episode: Episode, call: Callable[[Worker], Awaitable[Reply]]) -> tuple[Reply, bool]:
-        """Make a call on the episode's worker, on another one if that is dead; whether it was played
-        again.
-        """
-        replayed = False
-        while True:
-            try:
-                if episode.worker is None or not episode.worker.alive:
-                    replayed = await self._restore(episode) or replayed
-                assert episode.worker is not None
-                return await call(episode.worker), replayed
-            except WorkerLost as lost:
-                episode.crashes += lost.suspect
-                log.warning("episode lost its worker", episode=episode.name, error=str(lost))
-                if episode.crashes >= MAX_CRASHES:
-                    text = f"its worker died twice while it worked on this episode ({lost})"
-                    raise await self._fail(episode, Reason.ENV_CRASHED, text, "ENV_CRASH") from None
-            except WorkerTimedOut as error:
-                raise await self._fail(episode, Reason.STEP_TIMEOUT, str(error), "STEP_TIMEOUT") from None
-            except (EnvironmentRaised, OptionsRefused) as error:
-                raise await self._fail(episode, Reason.ENV_CRASHED, str(error), "ENV_CRASH") from None
-            except NoWorkerFree as error:
-                raise ServiceError(Reason.OVERLOADED, str(error), retry_after_s=1.0) from None
-            except WorkerUnusable as error:
-                text = f"no worker starts for it: {error}"
-                raise await self._fail(episode, Reason.ENV_CRASHED, text, "SANDBOX_LOST") from None
-
-    async def _restore(self, episode: Episode) -> bool:
-        """Give the episode a live worker and play there what was played; whether anything was."""
-        pool = self.pool(episode.recipe.environment)
-        await self._let_go(episode)
-        begun = episode.first is not None
-        if begun:
-            await self._check_replayable(episode, pool)
-        # Who may have killed a worker gets one of its own: a second death then hits nobody else.
-        episode.worker = await pool.acquire(episode.name, alone=episode.crashes > 0)
-        if episode.first is None:
-            return False
-        reply = await self._reset(episode, episode.worker)
-        await self._check_same(episode, 0, episode.first.digest, reply.digest)
-        timeout = episode.recipe.step_timeout_s
-        for seq, turn in enumerate(episode.journal, start=1):
-            reply = await episode.worker.call("step", timeout, episode=episode.name, action=turn.action)
-            await self._check_same(episode, seq, turn.digest, reply.digest)
-        log.info("episode played again", episode=episode.name, steps=len(episode.journal))
-        return True
-
-    async def _check_replayable(self, episode: Episode, pool: WorkerPool) -> None:
-        episode.restores += 1
-        why = ""
-        if pool.facts is not None and not pool.facts.deterministic:
-            why = "its environment does not promise to repeat itself"
-        elif len(episode.journal) > self._limits.journal_steps:
-            why = f"it has {len(episode.journal)} steps and at most {self._limits.journal_steps} are replayed"
-        elif episode.restores > MAX_RESTORES:
-            why = f"it lost its worker {episode.restores} times"
-        if why:
-            text = f"the episode's worker died and the episode is not played again: {why}"
-            raise await self._fail(episode, Reason.ENV_CRASHED, text, "SANDBOX_LOST")
-
-    async def _check_same(self, episode: Episode, seq: int, known: str, now: str) -> None:
-        if known != now:
-            what = f"step {seq}" if seq else "the first observation"
-            text = f"the episode's worker died, and played again {what} came out differently"
-            raise await self._fail(episode, Reason.ENV_CRASHED, text, "SANDBOX_LOST")
-
-    async def _reset(self, episode: Episode, worker: Worker) -> Reply:
-        recipe = episode.recipe
-        return await worker.call(
-            "begin",
-            recipe.step_timeout_s,
-            episode=episode.name,
-            seed=recipe.seed,
-            task=recipe.task,
-            options=recipe.options,
-        )
-
-    async def _fail(self, episode: Episode, reason: Reason, text: str, end_reason: str) -> ServiceError:
-        """End the episode: from now on it answers with the error returned here."""
-        log.warning("episode failed", episode=episode.name, reason=end_reason, text=text)
-        metadata = {"episode": episode.name, "end_reason": end_reason}
-        episode.failure = ServiceError(reason, text, metadata=metadata)
-        self._in_background(self._free(episode))
-        await self._failures.episode_failed(episode.name, episode.recipe.environment, end_reason)
-        return episode.failure
-
-    async def _free(self, episode: Episode) -> None:
-        """Let the environment clean up, then give the worker back."""
-        async with episode.lock:
-            if episode.worker is not None and episode.worker.alive:
-                try:
-                    await episode.worker.call("close", CLOSE_TIMEOUT_S, episode=episode.name)
-                except WorkerError as error:
-                    log.info("episode did not close", episode=episode.name, error=str(error))
-            await self._let_go(episode)
-
-    async def _let_go(self, episode: Episode) -> None:
-        worker, episode.worker = episode.worker, None
-        if worker is not None:
-            await self._pools[episode.recipe.environment].release(episode.name, worker)
 
     async def _check_options(self, pool: WorkerPool, options: Mapping[str, Any]) -> None:
         key = (pool.name, json.dumps(options, sort_keys=True))
@@ -409,21 +293,12 @@ class EnvironmentHost:
                 last: WorkerError = error
             except WorkerTimedOut as error:
                 raise ServiceError(Reason.STEP_TIMEOUT, str(error)) from None
+            except NoWorkerFree as error:
+                raise ServiceError(Reason.OVERLOADED, str(error), retry_after_s=1.0) from None
             except WorkerError as error:
                 raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
         raise ServiceError(Reason.ENV_CRASHED, str(last))
 
     async def _work(self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end even if the caller goes away."""
-        return await asyncio.shield(self._in_background(work))
-
-    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # raised where it is awaited; a caller who left does not want it
+        return await asyncio.shield(self._background.start(work))
