@@ -80,6 +80,12 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
     async def GetCluster(self, request: scheduler_service_pb2.GetClusterRequest, context: Any) -> Any:
         return scheduler_service_pb2.GetClusterResponse(cluster="double")
 
+    async def ListServers(self, request: scheduler_service_pb2.ListServersRequest, context: Any) -> Any:
+        return scheduler_service_pb2.ListServersResponse()
+
+    async def ListJobs(self, request: scheduler_service_pb2.ListJobsRequest, context: Any) -> Any:
+        return scheduler_service_pb2.ListJobsResponse(jobs=self.jobs.values())
+
     async def CreateRun(self, request: run_service_pb2.CreateRunRequest, context: Any) -> Any:
         run = run_pb2.Run()
         run.CopyFrom(request.run)
