@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 from opentinker_kit.lifeline import become_subreaper
 from opentinker_kit.processes import LOOPBACK, log_tail
-from opentinker_local.descendants import kill_descendants, reap_strangers
+from opentinker_local.descendants import descendants, kill_descendants, reap_strangers
 from opentinker_local.parts import (
     SERVERS,
     Addresses,
@@ -44,6 +44,7 @@ ORPHAN_DRAIN_S = 5.5
 PREDECESSOR_S = 15.0
 """How long servers of a killed supervisor may take to end."""
 _BUSY_TICK_S = 0.02
+_DRAIN_TICK_S = 0.05
 _IDLE_TICK_S = 1.0
 
 
@@ -290,7 +291,7 @@ class Supervisor:
                 self._await_end([child], DRAIN_S)
         # S3 and NATS stay until our servers have written what they must.
         self._close_lifeline()
-        self._await_end(ours, ORPHAN_DRAIN_S)
+        self._await_servers(ORPHAN_DRAIN_S)
         self._kill_children()
         kill_descendants()
         self._progress.say("stopped", reason)
@@ -310,8 +311,28 @@ class Supervisor:
             self._reap_strangers()
             self._wait(_BUSY_TICK_S)
 
+    def _await_servers(self, timeout_s: float) -> None:
+        """Return when all of our servers have ended, those that the scheduler started too."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for child in self._children:
+                if child.process is not None:
+                    child.process.poll()
+            self._reap_strangers()
+            if not set(descendants()) - self._pids("s3", "nats"):
+                return
+            time.sleep(_DRAIN_TICK_S)
+
     def _reap_strangers(self) -> None:
-        reap_strangers({child.process.pid for child in self._children if child.process is not None})
+        reap_strangers(self._pids())
+
+    def _pids(self, *names: str) -> set[int]:
+        """Process ids of these parts, by default of all."""
+        return {
+            child.process.pid
+            for child in self._children
+            if child.process is not None and (not names or child.part.name in names)
+        }
 
     def _kill_children(self) -> None:
         """End what still runs; S3 and NATS keep their data through it."""
