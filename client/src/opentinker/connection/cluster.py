@@ -23,6 +23,7 @@ from opentinker.connection.jobs import Job, Link, Role, Watcher
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.runs import RunRecord
 from opentinker.training.policy import Policy
+from opentinker.training.results import Version
 from opentinker.training.tuning import LoRA, ServerOptions
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
@@ -255,6 +256,7 @@ class Cluster:
             with contextlib.suppress(errors.OpenTinkerError):
                 await job.cancel()
             raise
+        published = Version(made.policy.name, made.version.version, made.version.sha256)
         policy = Policy(
             self,
             self.portal,
@@ -262,7 +264,7 @@ class Cluster:
             self.blobs,
             name=made.policy.name,
             base_model=model,
-            version=made.version.version,
+            published=published,
         )
         self._policies.append(policy)
         return policy

@@ -53,12 +53,13 @@ class Policy:
         *,
         name: str,
         base_model: str,
-        version: int,
+        published: results.Version,
     ) -> None:
         self.cluster = cluster
         self.name = name
         self.base_model = base_model
-        self.version = version
+        self.published = published
+        """The newest published version; at first version 0, the policy as created."""
         self.checkpoint: results.Checkpoint | None = None
         """The last one saved."""
         self.step = 0
@@ -70,6 +71,11 @@ class Policy:
         self._operations = OperationChannel(portal, job, name)
         self._open: list[_Gradient] = []
         self._tokenizer: ChatTokenizer | None = None
+
+    @property
+    def version(self) -> int:
+        """Number of the newest published version."""
+        return self.published.version
 
     def __repr__(self) -> str:
         return f"<Policy {self.name} version {self.version} over {self.base_model}>"
@@ -170,9 +176,8 @@ class Policy:
             return requests.publish_weights()
 
         async def convert(wire: operation_pb2.Operation) -> results.Version:
-            version = results.version(wire)
-            self.version = version.version
-            return version
+            self.published = results.version(wire)
+            return self.published
 
         return self._operations.submit(Operation(self.portal, "publish", prepare, convert))
 
