@@ -63,7 +63,7 @@ def test_a_hosted_environment_of_several_turns(
     learned = [row for row in steps if not row["training/skipped"]]
     assert first.steps == len(learned) == first.version > 0
     for row in learned:
-        # Trainer and sampler agree, both float32; the first token of a ratio is 1 when nothing was stepped between.
+        # Trainer and sampler agree, both float32.
         assert row["rollout_corr/logprob_abs_diff"] < 1e-4
         assert abs(row["actor/ppo_kl"]) < 1e-4
         assert row["actor/grad_norm"] > 0

@@ -26,7 +26,6 @@ def of_batch(batch: Batch, trainer_version: int) -> dict[str, float]:
     total = sum(len(segment.token_ids) for trajectory in trajectories for segment in trajectory.segments)
     metrics = {
         **spread("critic/score", rewards),
-        **spread("critic/rewards", rewards),
         **spread("response_length", [turn.completion_tokens for turn in turns]),
         **spread("prompt_length", [turn.prompt_tokens for turn in turns]),
         **spread("num_turns", [len(trajectory.turns) for trajectory in trajectories]),
