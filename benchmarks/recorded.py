@@ -1,8 +1,8 @@
 """Recorded rollouts: what both sides of the `overhead` benchmark work on.
 
-A recording holds, for each step, the prompts and how many members of each group succeeded in a real demo run.
-Both sides sample exactly `new_tokens` tokens a completion and take the recorded rewards, so that they train on
-the same number of rows of the same length whatever was sampled.
+A recording holds, for each step, the prompts and how many members of each group succeeded in a real run. Both
+sides sample exactly `new_tokens` tokens a completion and take the recorded rewards, so that they train on the
+same number of rows of the same length whatever was sampled.
 """
 
 import json
