@@ -106,12 +106,12 @@ def test_a_seq_that_is_still_on_its_way_is_no_gap() -> None:
 
 
 def test_a_restart_runs_again_what_the_checkpoint_does_not_hold() -> None:
-    queue = PolicyQueue.restored([entry(seq) for seq in (4, 5, 6, 7)], ended_seq=5)
+    queue = PolicyQueue.restored([entry(seq) for seq in (4, 5, 6, 7)], ended_seq=5, acked_seq=3)
     assert queue.next_seq == 8
     assert not queue.reserve(entry(4), 0.0)
     assert [run(queue) for _ in range(2)] == [6, 7]
     assert refusal(queue, entry(3)) is Reason.OPERATION_NOT_FOUND
-    empty = PolicyQueue.restored([], ended_seq=9)
+    empty = PolicyQueue.restored([], ended_seq=9, acked_seq=9)
     assert (empty.next_seq, empty.next_to_run()) == (10, None)
 
 
@@ -208,7 +208,9 @@ class QueueMachine(RuleBasedStateMachine):
             assert seq not in self.promised
             del self.durable[seq]
         self.reserved.clear()
-        self.queue = PolicyQueue.restored(self.durable.values(), self.recovery)
+        self.queue = PolicyQueue.restored(
+            self.durable.values(), self.recovery, min(self.recovery, self.queue.acked_seq)
+        )
         self.applied = self.applied[: self.recovery]
 
     @invariant()

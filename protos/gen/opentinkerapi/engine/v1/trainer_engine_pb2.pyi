@@ -513,22 +513,26 @@ class TrainRestoreRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
+    DROP_GRADIENT_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """"policies/{policy}"."""
     directory: _builtins.str
     """The directory."""
     weights_only: _builtins.bool
     """Leave the optimizer new."""
+    drop_gradient: _builtins.bool
+    """Leave out the accumulated gradient, which belongs to another policy's operations."""
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         directory: _builtins.str = ...,
         weights_only: _builtins.bool = ...,
+        drop_gradient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "policy", b"policy", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "drop_gradient", b"drop_gradient", "policy", b"policy", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

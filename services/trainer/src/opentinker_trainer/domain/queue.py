@@ -1,10 +1,10 @@
 """Order and idempotency of one policy's operations, whatever the order in which requests arrive.
 
 An operation is reserved (its body is on the way into the log), then logged; it is acknowledged once
-everything before it is logged too, so that the log never has a hole that somebody was told of. Operations run
-in seq order, one at a time; each ends once and is consumed. Ended operations are remembered until the client
-has acknowledged their results. A seq that stays missing while later ones wait is a gap: after a time the later
-ones are refused, and nobody was promised anything.
+everything before it is logged too, so that the log never has a hole that somebody was told of. Operations
+run in seq order, one at a time; each ends once and is consumed. Ended operations are remembered until the
+client has acknowledged their results. A seq that stays missing while later ones wait is a gap: after a time
+the later ones are refused, and nobody was promised anything.
 """
 
 from collections.abc import Iterable
@@ -52,16 +52,17 @@ class PolicyQueue:
     _gap_since: float | None = None
 
     @classmethod
-    def restored(cls, entries: Iterable[Entry], ended_seq: int) -> "PolicyQueue":
-        """A queue from the log of an earlier process: logged entries without holes, in order.
+    def restored(cls, entries: Iterable[Entry], ended_seq: int, acked_seq: int) -> "PolicyQueue":
+        """A queue from the log of an earlier process: logged entries without holes.
 
-        `ended_seq` is where the recovery checkpoint stands; what comes after it runs again.
+        `ended_seq` is where the recovery checkpoint stands; what comes after it runs again. Results up to
+        `acked_seq` are gone.
         """
         queue = cls()
         ordered = sorted(entries, key=lambda entry: entry.seq)
         queue.first = ordered[0].seq if ordered else ended_seq + 1
         queue.ended_seq = queue._contiguous = ended_seq
-        queue.acked_seq = min(queue.first - 1, ended_seq)
+        queue.acked_seq = acked_seq
         for entry in ordered:
             queue._add(entry)
             queue._logged.add(entry.seq)

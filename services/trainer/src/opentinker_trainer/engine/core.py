@@ -102,10 +102,12 @@ class TorchEngine:
         """Write the policy's whole state into a directory; returns the file names."""
         return save_state(self._policy(name), self._settings.model_id, directory)
 
-    def load_state(self, name: str, directory: Path, *, weights_only: bool = False) -> int:
+    def load_state(
+        self, name: str, directory: Path, *, weights_only: bool = False, drop_gradient: bool = False
+    ) -> int:
         """Replace the policy's state by a directory's; returns the optimizer steps it has taken."""
         policy = self._policy(name)
-        load_state(policy, directory, weights_only=weights_only)
+        load_state(policy, directory, weights_only=weights_only, drop_gradient=drop_gradient)
         return policy.steps
 
     def export_adapter(self, name: str, directory: Path) -> list[str]:

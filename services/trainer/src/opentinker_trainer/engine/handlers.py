@@ -137,7 +137,10 @@ class EngineHandlers:
     def restore(self, request: pb.TrainRestoreRequest) -> pb.TrainRestoreResponse:
         started = time.monotonic()
         step = self._engine.load_state(
-            request.policy, Path(request.directory), weights_only=request.weights_only
+            request.policy,
+            Path(request.directory),
+            weights_only=request.weights_only,
+            drop_gradient=request.drop_gradient,
         )
         return pb.TrainRestoreResponse(step=step, engine_time=_since(started))
 

@@ -82,10 +82,11 @@ def save_state(policy: Policy, base_model: str, directory: Path) -> list[str]:
     return [*names, COUNTERS]
 
 
-def load_state(policy: Policy, directory: Path, *, weights_only: bool) -> None:
+def load_state(policy: Policy, directory: Path, *, weights_only: bool, drop_gradient: bool) -> None:
     """Replace the policy's state by that of `directory`, all of it or nothing.
 
-    With `weights_only` the optimizer starts new. The accumulated gradient is replaced in both cases.
+    With `weights_only` the optimizer starts new. The accumulated gradient is replaced too: by none with
+    `weights_only` or `drop_gradient`.
     ServiceError INVALID_WEIGHTS if names or shapes do not fit the policy.
     """
     weights = load_weights(policy.adapter, directory)
@@ -100,7 +101,7 @@ def load_state(policy: Policy, directory: Path, *, weights_only: bool) -> None:
         counters = json.loads((directory / COUNTERS).read_text())
         moments = _load(directory / OPTIMIZER)
         first, second = _part(moments, "first"), _part(moments, "second")
-        saved = _load(directory / GRADIENT)
+        saved = {} if drop_gradient else _load(directory / GRADIENT)
         buckets = {key.partition(_SEPARATOR)[0] for key in saved}
         gradients = {bucket: _part(saved, bucket) for bucket in buckets}
         for tensors in (first, second, *gradients.values()):

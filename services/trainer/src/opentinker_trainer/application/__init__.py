@@ -1,0 +1,1 @@
+"""What the front does: admits, logs, runs, publishes and restores."""

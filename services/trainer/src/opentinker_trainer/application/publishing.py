@@ -1,0 +1,193 @@
+"""Publishing weights: local files, manifest, catalog, event; the upload beside it.
+
+A version exists when its manifest does, and is registered under the holder's attempt. An operation that runs
+again finds its manifest and publishes nothing; where the weights differ (the replay diverged) they become the
+next version, since a number is never used twice.
+"""
+
+import asyncio
+import platform
+import shutil
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinker_kit.events import EventBus
+from opentinker_trainer.application.held import HeldPolicy
+from opentinker_trainer.application.patience import patiently
+from opentinker_trainer.application.store import PolicyStore, describe_files, version_prefix
+from opentinker_trainer.domain.manifest import MANIFEST, Manifest, StoredFile
+from opentinker_trainer.ports import Catalog, Engine
+from opentinkerapi.catalog.v1 import policy_pb2
+from opentinkerapi.events.v1 import event_pb2
+from opentinkerapi.runtime.reasons import Reason
+
+log = structlog.get_logger()
+
+_RETRY_UPLOAD_S = 2.0
+
+
+class Publisher:
+    """Makes versions of policies."""
+
+    def __init__(
+        self,
+        store: PolicyStore,
+        catalog: Catalog,
+        bus: EventBus,
+        clock: Clock,
+        *,
+        publish_dir: Path,
+        keep: int,
+        upload_first: bool,
+        source: str,
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._bus = bus
+        self._clock = clock
+        self._publish_dir = publish_dir.absolute()
+        self._keep = keep
+        self._upload_first = upload_first
+        self._source = source
+
+    async def publish(
+        self, engine: Engine, policy: HeldPolicy, seq: int, number: int
+    ) -> tuple[policy_pb2.PolicyVersion, timedelta]:
+        """Publish the engine's weights as version `number`, or a later one if that is taken by others."""
+        directory, files, engine_time = await self._export(engine, policy, seq)
+        while True:
+            version = await patiently(self._clock, partial(self._claim, policy, directory, files, number))
+            if version is not None:
+                break
+            log.error("replay diverged", policy=policy.name, version=number)
+            number += 1
+        await self.announce(version)
+        self._prune(policy)
+        return version, engine_time
+
+    async def publish_first(self, engine: Engine, policy: HeldPolicy) -> policy_pb2.PolicyVersion:
+        """Store version 0, files before manifest; registering it is up to the caller."""
+        directory, files, _ = await self._export(engine, policy, 0)
+        prefix = version_prefix(policy.name, 0)
+        await self._store.upload(prefix, directory, files)
+        manifest = Manifest(files, self._facts(policy, 0, directory))
+        recorded = await self._store.write_manifest(prefix, manifest)
+        return self._version(policy, 0, recorded.sha256)
+
+    async def announce(self, version: policy_pb2.PolicyVersion, again: str = "") -> None:
+        """Tell whoever listens. A hint: losing it loses nothing."""
+        event = event_pb2.Event(id=f"weights.published/{version.name}{again}", source=self._source)
+        event.occur_time.FromDatetime(self._clock.now())
+        event.weights_published.CopyFrom(
+            event_pb2.WeightsPublished(
+                policy=version.policy,
+                version=version.version,
+                sha256=version.sha256,
+                manifest_key=version.manifest_key,
+            )
+        )
+        await self._bus.publish(event, event.id)
+
+    async def _export(
+        self, engine: Engine, policy: HeldPolicy, seq: int
+    ) -> tuple[Path, tuple[StoredFile, ...], timedelta]:
+        """Have the engine write its weights into a folder named by what is in them."""
+        folder = self._publish_dir / policy.id
+        draft = folder / f".draft-{seq}"
+        await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)
+        saved = await engine.save(policy.name, draft, adapter_only=True)
+        files = await describe_files(draft, saved.files)
+        target = folder / Manifest(files, {}).sha256[:24]
+        if target.exists():
+            await asyncio.to_thread(shutil.rmtree, draft)
+        else:
+            draft.rename(target)
+        return target, files, saved.engine_time
+
+    async def _claim(
+        self, policy: HeldPolicy, directory: Path, files: tuple[StoredFile, ...], number: int
+    ) -> policy_pb2.PolicyVersion | None:
+        """Make files version `number`; None if that number belongs to other weights."""
+        prefix = version_prefix(policy.name, number)
+        manifest = Manifest(files, self._facts(policy, number, directory))
+        if self._upload_first:
+            found = await self._store.find_manifest(prefix)
+            if found is not None and found.sha256 != manifest.sha256:
+                return None
+            await self._store.upload(prefix, directory, files)
+        recorded = await self._store.write_manifest(prefix, manifest)
+        if recorded.sha256 != manifest.sha256:
+            return None
+        version = self._version(policy, number, manifest.sha256)
+        try:
+            await self._catalog.register_version(version, policy.attempt)
+        except ServiceError as error:
+            if error.reason is Reason.ALREADY_REGISTERED:
+                return None
+            raise
+        if not self._upload_first:
+            self._start_upload(policy, prefix, directory, files)
+        return version
+
+    def _start_upload(
+        self, policy: HeldPolicy, prefix: str, directory: Path, files: Iterable[StoredFile]
+    ) -> None:
+        seq = (policy.applied_seq or 0) + 1
+        task = asyncio.create_task(self._upload(prefix, directory, tuple(files)), name=f"upload {prefix}")
+        policy.uploads[seq] = task
+        task.add_done_callback(lambda _: policy.uploads.pop(seq, None))
+
+    async def _upload(self, prefix: str, directory: Path, files: tuple[StoredFile, ...]) -> None:
+        while True:
+            try:
+                await self._store.upload(prefix, directory, await self._store.missing(prefix, files))
+                return
+            except ServiceError as error:
+                log.warning("upload of a version waits", prefix=prefix, reason=error.reason)
+                await self._clock.sleep(_RETRY_UPLOAD_S)
+
+    def _prune(self, policy: HeldPolicy) -> None:
+        """Keep the newest few on this host. What is not uploaded yet is among them or waits for its task."""
+        if policy.uploads and len(policy.uploads) >= self._keep:
+            return
+        folder = self._publish_dir / policy.id
+        kept = sorted(
+            (path for path in folder.iterdir() if not path.name.startswith(".")),
+            key=lambda path: path.stat().st_mtime_ns,
+        )
+        for path in kept[: -self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _facts(self, policy: HeldPolicy, number: int, directory: Path) -> dict[str, Any]:
+        record = policy.record.policy
+        return {
+            "policy": policy.name,
+            "version": number,
+            "kind": "lora",
+            "base_model": record.base_model,
+            "base_digest": record.base_digest,
+            "rank": policy.spec.rank,
+            "alpha": policy.spec.alpha,
+            "step": policy.state.step,
+            "local_path": str(directory),
+            "host_id": platform.node(),
+            "created_at": self._clock.now().isoformat(),
+        }
+
+    def _version(self, policy: HeldPolicy, number: int, sha256: str) -> policy_pb2.PolicyVersion:
+        prefix = version_prefix(policy.name, number)
+        return policy_pb2.PolicyVersion(
+            name=prefix,
+            policy=policy.name,
+            version=number,
+            sha256=sha256,
+            manifest_key=f"{prefix}/{MANIFEST}",
+            step=policy.state.step,
+        )

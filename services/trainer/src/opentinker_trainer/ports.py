@@ -1,0 +1,108 @@
+"""What the trainer needs from the outside, as Protocols."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from opentinker_trainer.domain.tuning import LinearLayer, LoraSpec
+from opentinkerapi.catalog.v1 import policy_pb2
+from opentinkerapi.engine.v1 import trainer_engine_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The base model as it was loaded."""
+
+    vocab_size: int
+    context_tokens: int
+    linear_layers: Mapping[str, LinearLayer]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Files that an engine wrote into a directory."""
+
+    files: tuple[str, ...]
+    engine_time: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """State that an engine read from a directory."""
+
+    step: int
+    engine_time: timedelta
+
+
+class Engine(Protocol):
+    """One engine child. Runs one call at a time, in order; ENGINE_CRASHED means that it is gone for good."""
+
+    @property
+    def exited(self) -> asyncio.Future[int]:
+        """Set when it is gone."""
+        ...
+
+    async def start(self) -> ModelInfo:
+        """Start the child and load the base model."""
+        ...
+
+    async def create_policy(self, policy: str, spec: LoraSpec, seed: int) -> None:
+        """Make a policy, or make it anew."""
+        ...
+
+    async def drop_policy(self, policy: str) -> None:
+        """Forget a policy."""
+        ...
+
+    async def forward(
+        self, request: trainer_engine_pb2.TrainForwardRequest
+    ) -> trainer_engine_pb2.TrainForwardResponse:
+        """Compute logprobs."""
+        ...
+
+    async def forward_backward(
+        self, request: trainer_engine_pb2.TrainForwardBackwardRequest
+    ) -> trainer_engine_pb2.TrainForwardBackwardResponse:
+        """Add a gradient. If it raises, nothing was added."""
+        ...
+
+    async def optim_step(
+        self, request: trainer_engine_pb2.TrainOptimStepRequest
+    ) -> trainer_engine_pb2.TrainOptimStepResponse:
+        """Apply and clear the gradient. If it raises, nothing was changed."""
+        ...
+
+    async def save(self, policy: str, directory: Path, *, adapter_only: bool) -> Saved:
+        """Write a policy's state, or its weights in PEFT layout."""
+        ...
+
+    async def restore(
+        self, policy: str, directory: Path, *, weights_only: bool, drop_gradient: bool
+    ) -> Restored:
+        """Replace a policy's state. If it raises, nothing was changed."""
+        ...
+
+    async def close(self) -> None:
+        """End the child."""
+        ...
+
+
+class Catalog(Protocol):
+    """Where policies, versions and checkpoints are on record."""
+
+    async def register_policy(
+        self, request_id: str, policy: policy_pb2.Policy, version: policy_pb2.PolicyVersion, attempt: int
+    ) -> None:
+        """Record a policy and its version 0; the same again is fine."""
+        ...
+
+    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int) -> None:
+        """Record a version; the same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED."""
+        ...
+
+    async def register_checkpoint(self, checkpoint: policy_pb2.Checkpoint, attempt: int) -> None:
+        """Record a checkpoint; the same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED."""
+        ...

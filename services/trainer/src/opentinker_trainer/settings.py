@@ -1,0 +1,76 @@
+"""What a trainer can be told."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from opentinker_kit.settings import ServerSettings
+from opentinkerapi.engine.v1 import trainer_engine_pb2
+
+
+class TrainerSettings(ServerSettings):
+    """OpenTinker trainer: one base model, many policies."""
+
+    base_model: str
+    """Model id, see `opentinker_kit.models`."""
+    server_id: str = ""
+    """Id that the scheduler launched it under."""
+    slots: int = Field(default=8, ge=1)
+    engine: Literal["torch", "noop"] = "torch"
+    """`noop` trains nothing: for tests and benchmarks of what is around an engine."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Storage and matrix products of the base model; adapters and logprobs are float32 in any case."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    threads: int = Field(default=0, ge=0)
+    """Threads of the engine; 0: one for each core. Part of what decides the bits of a result."""
+    max_lora_rank: int = Field(default=64, ge=1)
+    context_tokens: int = Field(default=0, ge=0)
+    """Longest sample; 0: the model's context."""
+    model_roots: list[Path] = Field(default_factory=list)
+    model_cache_dir: Path | None = None
+    allow_any_model_dir: bool = False
+
+    micro_batch_tokens: int = Field(default=512, ge=1)
+    micro_batch_rows: int = Field(default=0, ge=0)
+    share_prefix: bool = True
+    max_shared_row_tokens: int = Field(default=384, ge=1)
+    logit_rows: int = Field(default=256, ge=1)
+
+    recovery_every_steps: int = Field(default=10, ge=1)
+    """A recovery checkpoint after so many optimizer steps; a restart runs again what came after it."""
+    publish_dir: Path | None = None
+    """Where published weights lie for servers on this host; by default below `state_dir`."""
+    keep_published: int = Field(default=4, ge=1)
+    """How many versions of a policy stay in `publish_dir`; all stay in the object store."""
+    upload_before_register: bool = False
+    """Register a version only when its files are in the object store. By default the upload goes on beside:
+    servers on this host read the local files, others wait for the objects, and the operation log keeps what
+    is needed to make the files again until they are uploaded."""
+    gap_timeout_s: float = Field(default=60.0, gt=0)
+    scheduler_loss_s: float = Field(default=60.0, gt=0)
+    max_operation_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Largest body of one operation."""
+    max_pending_bytes: int = Field(default=1024 * 2**20, ge=1)
+    """Bodies that are arriving or wait to run, all policies together."""
+    memory_limit_bytes: int = Field(default=0, ge=0)
+    """What policies may take beside the base model; 0: half of what is free once that is loaded."""
+
+    def engine_threads(self) -> int:
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def load_request(self, model_path: Path) -> trainer_engine_pb2.TrainLoadRequest:
+        """The engine's launch settings."""
+        return trainer_engine_pb2.TrainLoadRequest(
+            model_path=str(model_path),
+            model_id=self.base_model,
+            dtype=self.dtype,
+            attention=self.attention,
+            threads=self.engine_threads(),
+            micro_batch_tokens=self.micro_batch_tokens,
+            micro_batch_rows=self.micro_batch_rows,
+            share_prefix=self.share_prefix,
+            max_shared_row_tokens=self.max_shared_row_tokens,
+            logit_rows=self.logit_rows,
+        )
