@@ -56,7 +56,7 @@ def test_a_large_job_does_not_block_a_small_one() -> None:
     assert [grant.job_id for grant in made.grants] == ["small"]
     assert made.waiting["large"][0] == 1
     assert "waiting for 8 trainer slots" in made.waiting["large"][1]
-    assert "limit of 1 servers" in made.waiting["large"][1]
+    assert "max_servers=1 is reached" in made.waiting["large"][1]
 
 
 def test_who_waits_is_told_how_many_are_ahead() -> None:
@@ -90,7 +90,7 @@ def test_a_limit_by_engine_holds() -> None:
     made = plan([demand("j", 9, options=TORCH)], max_engine_servers={"torch": 1}, trainer_slots=8)
     assert not made.grants
     assert not made.launches
-    assert "limit of 1 torch servers" in made.waiting["j"][1]
+    assert "max_engine_servers[torch]=1 is reached" in made.waiting["j"][1]
 
 
 def test_an_idle_server_makes_room() -> None:

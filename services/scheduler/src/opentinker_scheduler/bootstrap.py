@@ -121,9 +121,7 @@ def server_settings(
     }
     extra = settings.server_settings.get(server.role, {})
     merged = {**shared, **own, **extra}
-    return {
-        key: value for key, value in merged.items() if value not in (None, "", 0, [], False) or key in extra
-    }
+    return {key: value for key, value in merged.items() if value not in (None, "")}
 
 
 class SqlOutboxSource:
@@ -275,7 +273,7 @@ class Scheduler:
             settings_for=lambda server, folder: server_settings(
                 settings, self.server.address, server, folder
             ),
-            pass_fds=() if settings.lifeline_fd is None else (settings.lifeline_fd,),
+            pass_fds=_inherited(settings),
         )
         return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
 
@@ -362,6 +360,11 @@ def _timing(settings: SchedulerSettings) -> Timing:
         idle_s=settings.idle_stop_s,
         stop_grace_s=settings.stop_grace_s,
     )
+
+
+def _inherited(settings: SchedulerSettings) -> Sequence[int]:
+    lifeline = () if settings.lifeline_fd is None else (settings.lifeline_fd,)
+    return (*lifeline, *settings.inherit_fds)
 
 
 def _token_key(settings: SchedulerSettings) -> str:

@@ -26,6 +26,15 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 _MODULES = {Role.TRAINER.value: "opentinker_trainer", Role.INFERENCE.value: "opentinker_inference"}
 _MAX_ENGINE_SERVERS = {"torch": 4, "vllm": 2, "transformers": 4}
 
+_DTYPES = {"torch": "float32", "vllm": "bfloat16", "transformers": "float32"}
+
+
+def _serving_modes() -> dict[str, str]:
+    """Adapters beside the base, except for vllm on a CPU: its adapter kernels are slow there."""
+    on_gpu = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+    return {"vllm": "adapter" if on_gpu else "merged", "transformers": "adapter", "noop": "adapter"}
+
+
 _HINTS: Mapping[str, str] = {
     "torch": 'run: pip install "opentinker-trainer"',
     "vllm": 'run: pip install "opentinker-inference[vllm]"',
@@ -54,6 +63,8 @@ class SchedulerSettings(ServerSettings):
     """What `python -m` runs, by role."""
     server_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """More settings for the servers of a role, written into their settings files."""
+    inherit_fds: list[int] = Field(default_factory=list)
+    """Descriptors, besides the lifeline, that started servers inherit."""
     stop_servers_on_exit: bool = True
     """Told to stop, stop the servers that were started and pause their jobs. Killed, a scheduler leaves both
     alone and its successor goes on with them."""
@@ -68,9 +79,9 @@ class SchedulerSettings(ServerSettings):
     default_trainer_engine: str = "torch"
     default_inference_engine: str = ""
     """By default vllm where it is installed, else transformers."""
-    default_dtypes: dict[str, str] = Field(default_factory=dict)
+    default_dtypes: dict[str, str] = Field(default_factory=lambda: dict(_DTYPES))
     """By engine; an engine not named here has its own."""
-    default_serving_modes: dict[str, str] = Field(default_factory=dict)
+    default_serving_modes: dict[str, str] = Field(default_factory=_serving_modes)
     """By engine; an engine not named here has its own."""
     default_lora_rank: int = Field(default=32, ge=1)
     max_lora_rank: int = Field(default=256, ge=1)

@@ -124,7 +124,7 @@ class ProcessLauncher:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / SETTINGS
         write_json(path, dict(self._recipe.settings_for(server, folder)), mode=0o600)
-        argv = [self._recipe.python, "-m", self._recipe.modules[server.role], "--settings", str(path)]
+        argv = [self._recipe.python, "-P", "-m", self._recipe.modules[server.role], "--settings", str(path)]
         # The scheduler's own settings must not become those of its servers.
         env = {key: value for key, value in os.environ.items() if not key.startswith("OPENTINKER_")}
         with (folder / LOG).open("ab") as output:

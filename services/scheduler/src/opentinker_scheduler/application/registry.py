@@ -150,7 +150,6 @@ class Registry:
         for server in older:
             cause = Failure(Reason.LAUNCH_FAILED, f"{server.role} {server.name} was started anew")
             self._end(tx, server, cause)
-            self._leases.servers.release(server.id)
         attempt = max((server.attempt for server in older), default=0) + 1
         server = Server(
             id=new_id(),

@@ -135,12 +135,21 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Obstacle:
+    """What forbids a new server."""
+
+    text: str
+    engine: str = ""
+    """Set where it is a limit on servers of this engine, so that only the end of one of them helps."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shortage:
     """Why a job was not placed: the first need without a slot, and what stood in the way."""
 
     need: Need
     wanted: int
-    cause: str
+    obstacle: Obstacle
 
 
 def make_plan(
@@ -193,7 +202,7 @@ class _Floor:
             placements: list[Placement] = []
             for need in demand.needs:
                 server = self._find(need, demand.job_id) or self._launch(need)
-                if isinstance(server, str):
+                if isinstance(server, Obstacle):
                     shortage = Shortage(need, sum(other.key == need.key for other in demand.needs), server)
                     break
                 placements.append(Placement(need, server.server_id, server.free.pop(0)))
@@ -210,10 +219,10 @@ class _Floor:
         # Fill what is loaded and nearly full first, so that empty servers stay empty and can be stopped.
         return min(fitting, key=lambda server: (not server.ready, len(server.free)), default=None)
 
-    def _launch(self, need: Need) -> Capacity | str:
+    def _launch(self, need: Need) -> Capacity | Obstacle:
         """A new server for this need, or what forbids one."""
         obstacle = self._obstacle(need)
-        if obstacle:
+        if obstacle is not None:
             return obstacle
         slots = self._limits.slots_of(need.role, need.options)
         server = Capacity(
@@ -225,29 +234,26 @@ class _Floor:
         self._running[engine] = self._running.get(engine, 0) + 1
         return server
 
-    def _obstacle(self, need: Need) -> str:
+    def _obstacle(self, need: Need) -> Obstacle | None:
         if not self._limits.can_launch:
-            return "no registered server has them free"
+            return Obstacle("no registered server has them free")
         engine = need.options.engine
         engine_limit = self._limits.max_engine_servers.get(engine)
         if engine_limit is not None and self._running.get(engine, 0) >= engine_limit:
-            return f"the limit of {engine_limit} {engine} servers is reached"
+            return Obstacle(f"the limit max_engine_servers[{engine}]={engine_limit} is reached", engine)
         if sum(self._running.values()) >= self._limits.max_servers:
-            return f"the limit of {self._limits.max_servers} servers is reached"
-        return ""
+            return Obstacle(f"the limit max_servers={self._limits.max_servers} is reached")
+        return None
 
     def _evict_for(self, demand: Demand, shortage: Shortage) -> None:
         """Mark idle servers to stop where a limit on servers is what keeps a job waiting."""
         if not self._limits.can_launch:
             return
         wanted = {need.key for need in demand.needs}
-        engine_only = (
-            "servers is reached" in shortage.cause and shortage.need.options.engine in shortage.cause
-        )
         for server in list(self._servers):
             idle = server.launched and server.ready and not server.jobs
             useful = (server.role, server.base_model, server.options) in wanted
-            fits = not engine_only or server.options.engine == shortage.need.options.engine
+            fits = shortage.obstacle.engine in ("", server.options.engine)
             if idle and fits and not useful:
                 self._servers.remove(server)
                 self.evicted.append(server.server_id)
@@ -291,4 +297,4 @@ def _reason(shortage: Shortage | None, ahead: int) -> str:
     engine = f" on {need.options.engine}" if need.options.engine else ""
     slots = f"{shortage.wanted} {need.role} {'slot' if shortage.wanted == 1 else 'slots'}"
     queue = f"; {ahead} {'job' if ahead == 1 else 'jobs'} ahead" if ahead else ""
-    return f"waiting for {slots} of {need.base_model}{engine}: {shortage.cause}{queue}"
+    return f"waiting for {slots} of {need.base_model}{engine}: {shortage.obstacle.text}{queue}"
