@@ -110,7 +110,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts an env_host with these environments (by default one `counter`) and settings."""
     started: list[tuple[Running, asyncio.Task[None]]] = []
 
-    async def run(environments: dict[str, EnvironmentSettings] | None = None, **settings: Any) -> Running:
+    async def run(
+        environments: dict[str, EnvironmentSettings] | None = None,
+        *,
+        real_bus: bool = False,
+        **settings: Any,
+    ) -> Running:
         bus = RecordingBus()
         env_host = build(
             EnvHostSettings(
@@ -119,7 +124,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                 drain_s=1.0,
                 **settings,
             ),
-            bus=bus,
+            bus=None if real_bus else bus,
         )
         port = await env_host.start()
         serving = asyncio.create_task(env_host.serve())

@@ -14,9 +14,16 @@ import pytest
 from services.env_host.tests.conftest import WORLDS, Running, Start, text_of, world
 
 from opentinker_env_host.adapters.worker_process import worker_environment
+from opentinker_env_host.settings import EnvironmentSettings
 from opentinker_kit.testing.waiting import wait_until, wait_until_sync
 from opentinkerapi.runtime.channels import open_channel
-from opentinkerapi.runtime.errors import EnvironmentCrashed, EpisodeNotFound, Overloaded, StepTimeout
+from opentinkerapi.runtime.errors import (
+    EnvironmentCrashed,
+    EpisodeNotFound,
+    MissingDependency,
+    Overloaded,
+    StepTimeout,
+)
 
 
 async def play(host: Running, episode: str, steps: int, first_seq: int = 1) -> list[str]:
@@ -199,12 +206,11 @@ async def test_killing_a_worker_kills_what_it_started(start: Start) -> None:
     await host.begin(episode)
     await host.step(episode, 1, "fork")
     group = host.workers()[0].pid
-    (child,) = [
-        process for process in psutil.process_iter() if process.name() == "sleep" and _group(process) == group
-    ]
+    started = [process for process in psutil.process_iter() if _group(process) == group != process.pid]
+    assert started
     with pytest.raises(StepTimeout):
         await host.step(episode, 2, "hang")
-    await wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    await wait_until(lambda: not any(_lives(process) for process in started))
 
 
 def _group(process: psutil.Process) -> int:
@@ -212,6 +218,13 @@ def _group(process: psutil.Process) -> int:
         return os.getpgid(process.pid)
     except ProcessLookupError:
         return 0
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_worker_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +279,25 @@ async def test_workers_die_with_their_host_even_in_an_endless_loop(tmp_path: Pat
         finally:
             process.kill()
     wait_until_sync(lambda: not any(worker.is_running() for worker in workers), 10, what="workers are gone")
+
+
+async def test_an_environment_that_could_not_be_played_is_tried_again(start: Start, tmp_path: Path) -> None:
+    late = EnvironmentSettings(target="late:Counter", path=(tmp_path, WORLDS))
+    host = await start({"counter": late})
+    with pytest.raises(MissingDependency, match="No module named 'late'"):
+        await host.open()
+    (tmp_path / "late.py").write_text("from worlds import Counter")
+    await wait_until(lambda: bool(host.workers()), 20)
+    await host.open()
+
+
+def test_the_host_imports_neither_the_client_nor_an_environment() -> None:
+    code = (
+        "import sys, opentinker_env_host.__main__; "
+        "print([name for name in sys.modules if name.split('.')[0] == 'opentinker'])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == "[]"
 
 
 async def test_a_restarted_host_knows_no_old_episodes(start: Start) -> None:

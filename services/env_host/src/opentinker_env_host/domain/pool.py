@@ -65,12 +65,14 @@ class WorkerPool:
         return [seat.worker for seat in self._seats if seat.worker.alive]
 
     async def start(self) -> None:
-        """Start the first worker, and learn from it what the environment says about itself."""
+        """Start the first worker, and learn from it what the environment says about itself.
+
+        If it cannot be played, that is tried again in the background, less and less often.
+        """
         try:
             await self._hire()
         except WorkerUnusable:
             log.error("environment cannot be played", environment=self.name, error=self.unusable)
-            return
         self._refill()
 
     async def stop(self) -> None:
