@@ -34,7 +34,10 @@ def test_a_policy_is_trained_and_served(tmp_path: Path, tiny_model_dir: Path) ->
                 cluster=cluster,
             )
             assert result.version >= 1
-            assert len(ot.run(result.policy, "guess_number", episodes=2).rewards) == 2
-            prompt = [1, 2, 3]
-            (completion,) = result.policy.sample(prompt, ot.SamplingParams(max_tokens=4), seed=5).result()
-            assert completion.token_ids
+            played = ot.run(
+                result.policy, "guess_number", episodes=2, sampling=ot.SamplingParams(max_tokens=8)
+            )
+            assert played.episodes == 2
+            (completion,) = result.policy.sample([1, 2, 3], ot.SamplingParams(max_tokens=4), seed=5).result()
+            assert completion.spans
+            assert all(version == result.version for _, _, version in completion.spans)
