@@ -99,7 +99,8 @@ async def test_another_process_gives_the_same_bits(
     )
     result = tmp_path / "result.json"
     paths = json.dumps({key: str(path) for key, path in adapters.items()})
-    subprocess.run(
+    await asyncio.to_thread(
+        subprocess.run,
         [sys.executable, "-c", script, str(tiny_model_dir), paths, str(result)],
         check=True,
         timeout=100,

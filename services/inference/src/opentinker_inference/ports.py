@@ -1,11 +1,12 @@
 """What the service needs from the outside, as Protocols."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from opentinker_inference.domain.sampling import EngineInfo, SampleEvent, SampleJob, ScoreJob
+from opentinker_inference.domain.versions import ModelRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +76,36 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End the engine."""
+        ...
+
+
+class EngineHost(Engine, Protocol):
+    """An engine that is started again when it dies. Calls fail with ENGINE_CRASHED while none runs."""
+
+    def info(self) -> EngineInfo:
+        """What the engine offers; SERVER_STARTING before the first start ended, or why it failed."""
+        ...
+
+    async def wait_started(self) -> EngineInfo:
+        """The engine's offer once it runs; ServiceError if it cannot be started."""
+        ...
+
+    def on_started(self, callback: Callable[[EngineInfo], None]) -> None:
+        """Have `callback` called after every start, before any call reaches the new engine."""
+        ...
+
+
+class VersionStore(Protocol):
+    """Where versions' files come from."""
+
+    async def fetch(self, ref: ModelRef) -> Path | None:
+        """A local directory with the version's adapter, verified against its manifest and validated
+        against the base model; None where the version is the base model.
+
+        VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS or STORAGE_UNAVAILABLE. Fetching again is cheap.
+        """
+        ...
+
+    def knows(self, policy: str) -> bool:
+        """Whether a version of `policy` was fetched before."""
         ...

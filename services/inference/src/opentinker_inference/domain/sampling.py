@@ -150,6 +150,14 @@ class EngineInfo:
     pid: int = 0
 
 
+def cut_at_stop(text: str, matched_stop: str, include_stop: bool) -> str:
+    """Decoded text of a completion without the stop string that ended it, and what came with its tokens."""
+    at = text.find(matched_stop) if matched_stop else -1
+    if at < 0:
+        return text
+    return text[: at + len(matched_stop)] if include_stop else text[:at]
+
+
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise INVALID_FIELD, naming every field that is out of range."""
     bad: list[tuple[str, str]] = []

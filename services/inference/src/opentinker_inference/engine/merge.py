@@ -9,6 +9,7 @@ This module knows nothing about how an engine loads tensors; it yields `(checkpo
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,7 +36,8 @@ class PristineBase:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype. The caller must not write to it."""
-        tensor: torch.Tensor = self._handles[self._file_of[name]].get_tensor(name)
+        handle: Any = self._handles[self._file_of[name]]
+        tensor: torch.Tensor = handle.get_tensor(name)
         return tensor
 
     def merged(self, adapter: LoraWeights, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ Order, the same as vLLM's: logit bias, bad words, penalties; temperature; min-p;
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,9 +42,7 @@ class RowSampler:
         self._seed = seed
         self._bad_words = tuple(bad_words)
         self._generated: list[int] = []
-        self._prompt_ids: torch.Tensor | None = None
-        if params.repetition_penalty != 1.0:
-            self._prompt_ids = torch.tensor(sorted(set(prompt)), dtype=torch.long)
+        self._prompt_ids = frozenset(prompt) if params.repetition_penalty != 1.0 else frozenset[int]()
         self._bias_ids = torch.tensor([t for t, _ in params.logit_bias], dtype=torch.long)
         self._bias = torch.tensor([b for _, b in params.logit_bias], dtype=torch.float32)
 
@@ -73,14 +72,15 @@ class RowSampler:
             before = list(word[:-1])
             if not before or self._generated[-len(before) :] == before:
                 row[word[-1]] = -torch.inf
-        if self._prompt_ids is not None:
-            seen = torch.cat([self._prompt_ids, torch.tensor(self._generated, dtype=torch.long)]).unique()
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(self._prompt_ids | set(self._generated)), dtype=torch.long)
             values = row[seen]
             penalty = params.repetition_penalty
             row[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if self._generated and (params.presence_penalty or params.frequency_penalty):
-            ids, counts = torch.tensor(self._generated).unique(return_counts=True)
-            row[ids] -= params.frequency_penalty * counts.to(torch.float32)
+            tally = Counter(self._generated)
+            ids = torch.tensor(list(tally), dtype=torch.long)
+            row[ids] -= params.frequency_penalty * torch.tensor(list(tally.values()), dtype=torch.float32)
             row[ids] -= params.presence_penalty
         return row
 

@@ -182,8 +182,8 @@ class TransformersEngine:
                     # The jobs share the engine's state, so none can go on: the child ends with this answer,
                     # the front restarts it and tries each job once more.
                     log.exception("a decoding step failed")
-                    for stream in self._streams.values():
-                        stream.put_nowait(ServiceError(Reason.ENGINE_CRASHED))
+                    for waiting in self._streams.values():
+                        waiting.put_nowait(ServiceError(Reason.ENGINE_CRASHED))
                     return
                 for request_id, event in events:
                     stream = self._streams.get(request_id)

@@ -1,0 +1,235 @@
+"""Brings policy versions to this host: manifest and files from the object store, or a local path.
+
+A version's directory here is made once: files are linked or copied from `local_path` where that exists and
+matches, otherwise downloaded; every file's sha256 is checked, then the adapter is validated, then the
+directory gets its name. So what has a name is whole.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from opentinker_inference.adapters.safetensors_header import (
+    check_finite_float32,
+    checkpoint_shapes,
+    read_shapes,
+)
+from opentinker_inference.domain.adapter_layout import check_adapter, linear_layers
+from opentinker_inference.domain.versions import ModelRef
+from opentinker_kit.errors import ServiceError
+from opentinker_kit.objects import ObjectStore
+from opentinkerapi.runtime.reasons import Reason
+
+log = structlog.get_logger()
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+UPLOAD_PATIENCE_S = 60.0
+"""A manifest may be registered while its files are still being uploaded: how long they are waited for."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class ObjectVersionStore:
+    """VersionStore over an object store; without one, no version is found."""
+
+    def __init__(
+        self,
+        objects: ObjectStore | None,
+        cache_dir: Path,
+        *,
+        model_dir: Path,
+        base_digest: str,
+        max_rank: int,
+        validate: bool = True,
+        upload_patience_s: float = UPLOAD_PATIENCE_S,
+    ) -> None:
+        """`validate=False` is for engines without a model, which take anything."""
+        self._objects = objects
+        self._cache_dir = cache_dir
+        self._model_dir = model_dir
+        self._base_digest = base_digest
+        self._max_rank = max_rank
+        self._validate = validate
+        self._upload_patience_s = upload_patience_s
+        self._layers: dict[str, tuple[int, int]] | None = None
+        self._fetched: OrderedDict[str, Path | None] = OrderedDict()
+        self._running: dict[str, asyncio.Task[Path | None]] = {}
+        self._policies: set[str] = set()
+
+    def knows(self, policy: str) -> bool:
+        return policy in self._policies
+
+    async def fetch(self, ref: ModelRef) -> Path | None:
+        if ref.is_base:
+            return None
+        if ref.key in self._fetched:
+            self._fetched.move_to_end(ref.key)
+            return self._fetched[ref.key]
+        task = self._running.get(ref.key)
+        if task is None:
+            task = asyncio.create_task(self._fetch(ref))
+            self._running[ref.key] = task
+            task.add_done_callback(lambda _: self._running.pop(ref.key, None))
+        return await asyncio.shield(task)
+
+    async def _fetch(self, ref: ModelRef) -> Path | None:
+        started = time.monotonic()
+        manifest = await self._manifest(ref)
+        kind = manifest.get("kind", "lora")
+        directory: Path | None = None
+        if kind == "lora":
+            directory = await self._bring(ref, manifest)
+        elif kind != "base":
+            raise ServiceError(
+                Reason.UNSUPPORTED_OPTION,
+                f"{ref} is a version of kind {kind!r}; this server serves lora adapters and the base model",
+            )
+        self._policies.add(ref.policy)
+        self._fetched[ref.key] = directory
+        await self._trim()
+        log.info("version fetched", version=ref.key, seconds=round(time.monotonic() - started, 3))
+        return directory
+
+    async def _manifest(self, ref: ModelRef) -> Mapping[str, Any]:
+        if self._objects is None:
+            text = f"{ref} cannot be loaded: this server was started without an object store"
+            raise ServiceError(Reason.VERSION_NOT_FOUND, text, field="model.policy_version")
+        key = f"{ref.key}/manifest.json"
+        try:
+            data = await self._objects.get(key)
+        except ServiceError as error:
+            if error.reason is not Reason.BLOB_NOT_FOUND:
+                raise
+            text = f"{ref} does not exist: nothing was published under it"
+            raise ServiceError(Reason.VERSION_NOT_FOUND, text, field="model.policy_version") from None
+        try:
+            manifest: Mapping[str, Any] = dict(json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise ServiceError(Reason.DIGEST_MISMATCH, f"the manifest of {ref} cannot be read") from error
+        base = manifest.get("base_digest")
+        if self._validate and base and base != self._base_digest:
+            raise ServiceError(
+                Reason.INVALID_WEIGHTS,
+                f"{ref} was trained on another base model ({manifest.get('base_model')!r}, digest "
+                f"{str(base)[:12]}) than this server serves ({self._base_digest[:12]})",
+            )
+        return manifest
+
+    async def _bring(self, ref: ModelRef, manifest: Mapping[str, Any]) -> Path:
+        files = _files(ref, manifest)
+        work = self._cache_dir / f"incoming-{uuid.uuid4().hex}"
+        target = self._cache_dir / ref.key
+        local = manifest.get("local_path")
+        try:
+            work.mkdir(parents=True)
+            if not (local and await asyncio.to_thread(_take_local, Path(local), work, files)):
+                await self._download(ref, files, work)
+            if self._validate:
+                await asyncio.to_thread(self._check, work)
+            await asyncio.to_thread(_rename, work, target)
+        except OSError as error:
+            text = f"{ref} cannot be stored on this host: {error.strerror}"
+            raise ServiceError(Reason.STORAGE_FULL, text) from error
+        finally:
+            await asyncio.to_thread(shutil.rmtree, work, True)
+        return target
+
+    async def _download(self, ref: ModelRef, files: list[_File], work: Path) -> None:
+        assert self._objects is not None
+        give_up = time.monotonic() + self._upload_patience_s
+        for file in files:
+            while True:
+                try:
+                    await self._objects.get_to_file(f"{ref.key}/{file.name}", work / file.name)
+                    break
+                except ServiceError as error:
+                    if error.reason is not Reason.BLOB_NOT_FOUND:
+                        raise
+                    if time.monotonic() > give_up:
+                        text = f"{ref} is registered, but its file {file.name} is not in the object store"
+                        raise ServiceError(Reason.STORAGE_UNAVAILABLE, text, retry_after_s=5.0) from None
+                await asyncio.sleep(0.2)
+            if await asyncio.to_thread(_sha256, work / file.name) != file.sha256:
+                text = f"{file.name} of {ref} does not match the hash in its manifest"
+                raise ServiceError(Reason.DIGEST_MISMATCH, text)
+
+    def _check(self, directory: Path) -> None:
+        try:
+            config = dict(json.loads((directory / CONFIG).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            text = f"{CONFIG} is missing or cannot be read"
+            raise ServiceError(Reason.INVALID_WEIGHTS, text) from error
+        if self._layers is None:
+            self._layers = linear_layers(checkpoint_shapes(self._model_dir))
+        check_adapter(config, read_shapes(directory / TENSORS), self._layers, self._max_rank)
+        check_finite_float32(directory / TENSORS)
+
+    async def _trim(self) -> None:
+        while len(self._fetched) > _KEPT:
+            _, directory = self._fetched.popitem(last=False)
+            if directory is not None:
+                await asyncio.to_thread(shutil.rmtree, directory, True)
+
+
+def _files(ref: ModelRef, manifest: Mapping[str, Any]) -> list[_File]:
+    try:
+        files = [
+            _File(str(f["name"]), str(f["sha256"]), int(f["size_bytes"])) for f in manifest.get("files", [])
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServiceError(Reason.DIGEST_MISMATCH, f"the manifest of {ref} cannot be read") from error
+    if not files or not all(_FILE_NAME.fullmatch(file.name) for file in files):
+        raise ServiceError(Reason.DIGEST_MISMATCH, f"the manifest of {ref} names no files, or wrong ones")
+    return files
+
+
+def _take_local(source: Path, work: Path, files: list[_File]) -> bool:
+    """Link or copy the files if all are there and match; a link stays when the trainer deletes its own."""
+    for file in files:
+        path = source / file.name
+        if not path.is_file():
+            return False
+        try:
+            os.link(path, work / file.name)
+        except OSError:
+            try:
+                shutil.copyfile(path, work / file.name)
+            except FileNotFoundError:
+                return False
+        if _sha256(work / file.name) != file.sha256:
+            log.warning("a local file does not match its manifest; using the object store", path=str(path))
+            for left in work.iterdir():
+                left.unlink()
+            return False
+    return True
+
+
+def _rename(work: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+    work.rename(target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

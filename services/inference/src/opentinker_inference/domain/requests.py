@@ -1,0 +1,191 @@
+"""Sample requests by their ids: run once, kept until acknowledged, joined by whoever asks again."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+from opentinker_inference.domain.sampling import (
+    Completion,
+    PromptScores,
+    SampleDone,
+    SampleEvent,
+    SamplingParams,
+)
+from opentinker_inference.domain.versions import ModelRef
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.runtime.reasons import Reason
+
+KEEP_S = 600.0
+"""How long the completions of a finished request are kept without an acknowledgement."""
+_SWEEP_S = 1.0
+MAX_KEPT_TOKENS = 16_000_000
+"""Beyond this many kept tokens the oldest finished requests go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """A request as it came. `digest` tells whether another request under the same id is the same."""
+
+    request_id: str
+    digest: str
+    model: ModelRef
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed_given: bool
+    max_tokens_given: bool
+    n: int = 1
+
+
+@dataclass(slots=True)
+class SampleCall:
+    """A request under way or finished, with everything that came of it so far."""
+
+    spec: SampleSpec
+    params: SamplingParams
+    """With every default filled in."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    prompt_scores: PromptScores | None = None
+    engine_s: float = 0.0
+    cached_prompt_tokens: int = 0
+    error: ServiceError | None = None
+    finished_at: float | None = None
+    acknowledged: bool = False
+    task: asyncio.Task[None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_at is not None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Completions that have not finished."""
+        return tuple(i for i in range(self.spec.n) if i not in self.completions)
+
+    def add(self, event: SampleEvent) -> None:
+        """Take in what an engine says."""
+        if isinstance(event, Completion):
+            self.completions.setdefault(event.index, event)
+        elif isinstance(event, PromptScores):
+            self.prompt_scores = self.prompt_scores or event
+        else:
+            self.engine_s += event.engine_s
+            self.cached_prompt_tokens = event.cached_prompt_tokens
+        self._wake()
+
+    def finish(self, now: float, error: ServiceError | None = None) -> None:
+        """The run ended, well or not."""
+        self.error = error
+        self.finished_at = now
+        self._wake()
+
+    def restart(self) -> None:
+        """Run again what is missing; what finished stays."""
+        self.error = None
+        self.finished_at = None
+
+    async def follow(self, keep_alive_s: float) -> AsyncIterator[SampleEvent | None]:
+        """Everything so far and what comes, in order of finishing; None when nothing came for a while.
+
+        Ends after SampleDone. Raises the error that ended the run.
+        """
+        sent: set[int] = set()
+        sent_scores = False
+        while True:
+            changed = self._changed
+            if self.prompt_scores is not None and not sent_scores:
+                sent_scores = True
+                yield self.prompt_scores
+            for index in [index for index in self.completions if index not in sent]:
+                sent.add(index)
+                yield self.completions[index]
+            if changed.is_set():
+                continue
+            if self.error is not None:
+                raise self.error
+            if self.finished:
+                yield SampleDone(self.engine_s, self.cached_prompt_tokens)
+                return
+            try:
+                async with asyncio.timeout(keep_alive_s):
+                    await changed.wait()
+            except TimeoutError:
+                yield None
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class RequestBook:
+    """All requests that can be joined."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._calls: dict[str, SampleCall] = {}
+        self._swept_at = clock.monotonic()
+
+    def find(self, spec: SampleSpec) -> SampleCall | None:
+        """The call under this id. REQUEST_ID_REUSED if it asked for something else."""
+        self._expire()
+        call = self._calls.get(spec.request_id)
+        if call is not None and call.spec.digest != spec.digest:
+            raise ServiceError(
+                Reason.REQUEST_ID_REUSED,
+                f"request id {spec.request_id!r} was used with another request",
+                field="request_id",
+            )
+        return call
+
+    def open(self, spec: SampleSpec, params: SamplingParams) -> SampleCall:
+        """A new call under its id."""
+        call = SampleCall(spec, params)
+        self._calls[spec.request_id] = call
+        return call
+
+    def get(self, request_id: str) -> SampleCall:
+        """REQUEST_NOT_FOUND if nothing is held under the id."""
+        call = self._calls.get(request_id)
+        if call is None:
+            text = f"no request is held under {request_id!r}; it was never made, or is forgotten"
+            raise ServiceError(Reason.REQUEST_NOT_FOUND, text, field="request_id")
+        return call
+
+    def drop(self, request_id: str) -> None:
+        self._calls.pop(request_id, None)
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """Forget finished requests; running ones are forgotten when they finish. Unknown ids are ignored."""
+        for request_id in request_ids:
+            call = self._calls.get(request_id)
+            if call is None:
+                continue
+            call.acknowledged = True
+            if call.finished:
+                del self._calls[request_id]
+
+    @property
+    def running(self) -> int:
+        """Requests that have not finished."""
+        return sum(not call.finished for call in self._calls.values())
+
+    def _expire(self) -> None:
+        now = self._clock.monotonic()
+        if now - self._swept_at < _SWEEP_S:
+            return
+        self._swept_at = now
+        done = [(request_id, call) for request_id, call in self._calls.items() if call.finished]
+        for request_id, call in done:
+            if call.acknowledged or now - (call.finished_at or now) > KEEP_S:
+                del self._calls[request_id]
+        kept = sorted((call.finished_at or now, key) for key, call in self._calls.items() if call.finished)
+        total = sum(_tokens(call) for call in self._calls.values())
+        for _, request_id in kept:
+            if total <= MAX_KEPT_TOKENS:
+                return
+            total -= _tokens(self._calls.pop(request_id))
+
+
+def _tokens(call: SampleCall) -> int:
+    return sum(len(completion.token_ids) for completion in call.completions.values())

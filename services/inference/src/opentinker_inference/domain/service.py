@@ -1,0 +1,262 @@
+"""The rules of sampling and scoring, above engines, stores and the wire."""
+
+import asyncio
+import dataclasses
+import itertools
+import secrets
+from pathlib import Path
+
+import structlog
+
+from opentinker_inference.domain.requests import RequestBook, SampleCall, SampleSpec
+from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
+from opentinker_inference.domain.sampling import (
+    MAX_COMPLETIONS,
+    MAX_SEED,
+    EngineInfo,
+    SampleJob,
+    SamplingParams,
+    ScoreJob,
+    check_params,
+    check_supported,
+    check_tokens,
+    fit_to_context,
+)
+from opentinker_inference.domain.versions import ModelRef
+from opentinker_inference.ports import EngineHost, VersionStore, Weights
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.runtime.reasons import Reason
+
+log = structlog.get_logger()
+
+_TRIES = 2
+"""A request that was running when the engine died is tried once more here, then by its caller."""
+_MAX_SCORED_TOKENS = 1_000_000
+
+
+class InferenceDomain:
+    """One base model, the versions of its policies, and the requests for them."""
+
+    def __init__(
+        self,
+        *,
+        base_model: str,
+        end_token_ids: tuple[int, ...],
+        engine: EngineHost,
+        store: VersionStore,
+        clock: Clock,
+        max_pending: int,
+    ) -> None:
+        self.base_model = base_model
+        self.end_token_ids = end_token_ids
+        self.book = RequestBook(clock)
+        self.attempts: dict[str, int] = {}
+        """Current attempt of each job that holds a slot here."""
+        self._engine = engine
+        self._store = store
+        self._clock = clock
+        self._max_pending = max_pending
+        self._residency: Residency | None = None
+        self._scores = itertools.count()
+        self._draining = False
+        engine.on_started(self._engine_started)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine offers; SERVER_STARTING before it first started."""
+        return self._engine.info()
+
+    @property
+    def residency(self) -> Residency:
+        if self._residency is None:
+            raise ServiceError(Reason.SERVER_STARTING, retry_after_s=1.0)
+        return self._residency
+
+    def queued(self) -> int:
+        """Requests that wait for their version to be loaded."""
+        return self._residency.waiting() if self._residency is not None else 0
+
+    def start_draining(self) -> None:
+        """Take no new requests; those running go on."""
+        self._draining = True
+
+    # Sampling
+
+    def submit(self, spec: SampleSpec) -> SampleCall:
+        """Join the request of this id, or begin it. Raises for everything that is wrong with it."""
+        call = self.book.find(spec)
+        if call is not None and (not call.finished or call.error is None):
+            return call
+        self._check_open()
+        if call is not None:
+            call.restart()
+        else:
+            call = self.book.open(spec, self._effective(spec))
+        call.task = asyncio.create_task(self._run(call), name=f"sample {spec.request_id}")
+        return call
+
+    def cancel(self, request_id: str) -> None:
+        """End a running request; a finished one stays. REQUEST_NOT_FOUND if there is none."""
+        call = self.book.get(request_id)
+        if call.task is not None and not call.finished:
+            call.task.cancel()
+
+    async def score(
+        self, model: ModelRef, sequences: tuple[tuple[int, ...], ...], temperature: float
+    ) -> list[list[float]]:
+        """Logprob of each token of each sequence; entry 0 is NaN."""
+        self._check_open()
+        self._check_model(model)
+        info = self.info
+        for index, sequence in enumerate(sequences):
+            check_tokens(sequence, info.vocab_size, f"sequences[{index}]")
+            if len(sequence) > info.context_tokens:
+                raise ServiceError(
+                    Reason.PROMPT_TOO_LONG,
+                    f"sequences[{index}] has {len(sequence)} tokens, the context holds {info.context_tokens}",
+                    field=f"sequences[{index}]",
+                    metadata={"prompt_tokens": len(sequence), "context_tokens": info.context_tokens},
+                )
+        if sum(map(len, sequences)) > _MAX_SCORED_TOKENS:
+            text = f"more than {_MAX_SCORED_TOKENS} tokens in one call; split it"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="sequences")
+        if not 0.01 <= temperature <= 100:
+            text = "temperature must be in [0.01, 100]"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="temperature")
+        if temperature != 1.0 and not info.score_temperature:
+            text = f"the {info.engine} engine scores at temperature 1 only"
+            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="temperature")
+        for tries in range(_TRIES):
+            await self._engine.wait_started()
+            try:
+                async with self.residency.use(model) as key:
+                    job = ScoreJob(f"score-{next(self._scores)}", key, sequences, temperature)
+                    return await self._engine.score(job)
+            except ServiceError as error:
+                _raise_unless_again(error, tries)
+        raise AssertionError("unreachable")
+
+    # Versions
+
+    async def load_version(self, ref: ModelRef) -> float:
+        """Load ahead of use; seconds spent in the engine."""
+        self._check_open()
+        await self._engine.wait_started()
+        return await self.residency.load(ref)
+
+    async def unload_version(self, ref: ModelRef) -> None:
+        """Drop a version once nobody uses it. VERSION_NOT_FOUND if it is not loaded."""
+        await self._engine.wait_started()
+        await self.residency.unload(ref)
+
+    async def prefetch(self, ref: ModelRef) -> None:
+        """Bring a version's files here, if its policy was sampled here before. A hint: failing is logged."""
+        if not self._store.knows(ref.policy):
+            return
+        try:
+            await self._store.fetch(ref)
+        except ServiceError as error:
+            log.info(
+                "prefetch failed; the version loads when it is asked for", version=str(ref), error=str(error)
+            )
+
+    # Leases
+
+    def check_attempt(self, attempt: int) -> None:
+        """STALE_ATTEMPT unless a job here holds its slot under `attempt`; 0 comes from no scheduler."""
+        if attempt and self.attempts and attempt not in self.attempts.values():
+            raise ServiceError(
+                Reason.STALE_ATTEMPT,
+                f"attempt {attempt} is over; renew the job's lease for its new endpoints",
+                metadata={"attempt": attempt},
+            )
+
+    # Inside
+
+    def _engine_started(self, info: EngineInfo) -> None:
+        if self._residency is not None:
+            self._residency.reset()
+        elif info.serving_mode == "merged":
+            self._residency = MergedResidency(self._store.fetch, self._load)
+        else:
+            self._residency = AdapterResidency(
+                self._store.fetch, self._load, self._engine.unload, info.max_resident_versions
+            )
+
+    async def _load(self, key: str, directory: Path | None) -> float:
+        return await self._engine.load(Weights(key, directory))
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise ServiceError(Reason.DRAINING, retry_after_s=1.0)
+        if self.book.running >= self._max_pending:
+            text = f"{self._max_pending} requests are waiting already"
+            raise ServiceError(Reason.OVERLOADED, text, retry_after_s=1.0)
+
+    def _check_model(self, ref: ModelRef) -> None:
+        if ref.is_base and ref.base_model != self.base_model:
+            raise ServiceError(
+                Reason.UNKNOWN_MODEL,
+                f"this server serves {self.base_model!r}, not {ref.base_model!r}",
+                field="model.base_model",
+            )
+
+    def _effective(self, spec: SampleSpec) -> SamplingParams:
+        self._check_model(spec.model)
+        info = self.info
+        if not 1 <= spec.n <= MAX_COMPLETIONS:
+            raise ServiceError(Reason.INVALID_FIELD, f"n must be in [1, {MAX_COMPLETIONS}]", field="n")
+        check_tokens(spec.prompt, info.vocab_size, "prompt")
+        params = spec.params
+        if not spec.seed_given:
+            params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED >> 16))
+        if spec.max_tokens_given and params.max_tokens < 1:
+            text = "max_tokens must be at least 1"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="params.max_tokens")
+        params = fit_to_context(params, len(spec.prompt), info.context_tokens)
+        check_params(params, info.vocab_size)
+        check_supported(params, (*info.sampling_fields, "include_stop_in_output"), info.engine)
+        return params
+
+    async def _run(self, call: SampleCall) -> None:
+        error: ServiceError | None = None
+        try:
+            for tries in range(_TRIES):
+                try:
+                    await self._run_once(call)
+                    break
+                except ServiceError as failure:
+                    _raise_unless_again(failure, tries)
+        except ServiceError as failure:
+            error = failure
+        except asyncio.CancelledError:
+            error = ServiceError(Reason.CANCELLED, "the request was cancelled")
+        except Exception:
+            log.exception("a request failed unexpectedly", request_id=call.spec.request_id)
+            error = ServiceError(Reason.INTERNAL)
+        call.finish(self._clock.monotonic(), error)
+        if call.acknowledged or (error is not None and not call.completions):
+            self.book.drop(call.spec.request_id)
+
+    async def _run_once(self, call: SampleCall) -> None:
+        await self._engine.wait_started()
+        async with self.residency.use(call.spec.model) as key:
+            if not call.missing:
+                return
+            job = SampleJob(
+                request_id=call.spec.request_id,
+                weights=key,
+                prompt=call.spec.prompt,
+                indices=call.missing,
+                params=call.params,
+                end_token_ids=self.end_token_ids,
+            )
+            async for event in self._engine.sample(job):
+                call.add(event)
+
+
+def _raise_unless_again(error: ServiceError, tries: int) -> None:
+    """Go on only if the engine died under a first try: the next one waits for a new engine."""
+    if error.reason is not Reason.ENGINE_CRASHED or tries + 1 >= _TRIES:
+        raise error

@@ -1,0 +1,40 @@
+"""Names of weights: policies, versions, and the keys that engines know them by."""
+
+import re
+from dataclasses import dataclass
+
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.runtime.reasons import Reason
+
+_POLICY = re.compile(r"policies/[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A policy at a version, or (without a policy) the base model."""
+
+    policy: str = ""
+    version: int = 0
+    base_model: str = ""
+
+    @property
+    def is_base(self) -> bool:
+        return not self.policy
+
+    @property
+    def key(self) -> str:
+        """The name engines know the weights by; "" is the base model."""
+        return f"{self.policy}/versions/{self.version}" if self.policy else ""
+
+    def __str__(self) -> str:
+        return self.key or "the base model"
+
+
+BASE = ModelRef()
+
+
+def check_policy_name(name: str, field: str) -> None:
+    """INVALID_FIELD unless `name` can be a part of an object's key and of a path."""
+    if not _POLICY.fullmatch(name):
+        text = f"{name!r} is not the name of a policy (policies/{{policy}})"
+        raise ServiceError(Reason.INVALID_FIELD, text, field=field)

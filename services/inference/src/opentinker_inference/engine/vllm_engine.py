@@ -1,0 +1,335 @@
+"""vLLM as an engine: fast, with the same answers as far as float arithmetic allows.
+
+What its defaults would get wrong is set here: logprobs are of the distribution sampled from
+(`logprobs_mode`), stop tokens and seeds are explicit, nothing is taken from the model's generation_config,
+and weights change only while generation is paused and with every cache cleared.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from opentinker_inference.domain.sampling import (
+    FIELDS,
+    Completion,
+    EngineInfo,
+    PromptScores,
+    SampleDone,
+    SampleEvent,
+    SampleJob,
+    ScoreJob,
+    StopReason,
+)
+from opentinker_inference.ports import EngineConfig, Weights
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.runtime.reasons import Reason
+
+log = structlog.get_logger()
+
+_WORKER = "opentinker_inference.engine.vllm_worker.MergingWorker"
+_CPU_BLOCK = 32
+"""Smallest block on CPU; prompts share a cached prefix only in whole blocks."""
+_CPU_CACHE_BYTES = 1 << 30
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_DEFAULT_ROWS = 256
+_DEFAULT_VERSIONS = 8
+_LIVE_IN_A_BATCH = 4
+_UNSUPPORTED = {"return_support"}
+
+
+class VllmEngine:
+    """Engine over AsyncLLM. Each completion is a request of its own with its own seed."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._llm: Any = None
+        self._merged = False
+        self._resident = ""
+        self._loras: dict[str, Any] = {}
+        self._next_lora = 1
+        self._versions = config.max_resident_versions or _DEFAULT_VERSIONS
+
+    async def start(self) -> EngineInfo:
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        started = time.monotonic()
+        on_cpu = bool(current_platform.is_cpu())
+        dtype = self._config.dtype or "bfloat16"
+        # On CPU the adapter kernels take 3.5 to 7 times as long as the base path; merged costs nothing.
+        mode = self._config.serving_mode or ("merged" if on_cpu else "adapter")
+        self._merged = mode == "merged"
+        self._llm = AsyncLLM.from_engine_args(self._engine_args(on_cpu, dtype))
+        model_config = self._llm.model_config
+        await self._warm_up()
+        log.info("engine started", dtype=dtype, mode=mode, start_s=round(time.monotonic() - started, 2))
+        return EngineInfo(
+            engine="vllm",
+            dtype=dtype,
+            serving_mode=mode,
+            max_resident_versions=1 if self._merged else self._versions,
+            context_tokens=int(model_config.max_model_len),
+            vocab_size=int(model_config.get_vocab_size()),
+            deterministic=False,
+            sampling_fields=tuple(name for name in FIELDS if name not in _UNSUPPORTED),
+            score_temperature=False,
+            pid=os.getpid(),
+        )
+
+    async def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
+        lora = self._lora_for(job.weights)
+        started = time.monotonic()
+        finished: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def run(index: int) -> None:
+            try:
+                finished.put_nowait((index, await self._one(job, index, lora)))
+            except Exception as error:
+                finished.put_nowait((index, error))
+
+        tasks = [asyncio.create_task(run(index)) for index in job.indices]
+        cached = 0
+        try:
+            for _ in job.indices:
+                index, output = await finished.get()
+                if isinstance(output, Exception):
+                    raise _translated(output)
+                cached = max(cached, output.num_cached_tokens or 0)
+                if index == job.indices[0] and job.params.prompt_logprobs:
+                    yield PromptScores(_prompt_scores(job.prompt, output))
+                yield _completion(job, index, output.outputs[0])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        yield SampleDone(time.monotonic() - started, cached)
+
+    async def score(self, job: ScoreJob) -> list[list[float]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        lora = self._lora_for(job.weights)
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def one(place: int, tokens: tuple[int, ...]) -> list[float]:
+            output = await self._generate(f"{job.request_id}/score/{place}", tokens, params, lora)
+            return list(_prompt_scores(tokens, output))
+
+        try:
+            return await asyncio.gather(*(one(i, tokens) for i, tokens in enumerate(job.sequences)))
+        except Exception as error:
+            raise _translated(error) from error
+
+    async def load(self, weights: Weights) -> float:
+        started = time.monotonic()
+        if self._merged:
+            await self._swap(weights)
+        elif weights.directory is not None and weights.key not in self._loras:
+            await self._add(weights)
+        return time.monotonic() - started
+
+    async def unload(self, key: str) -> None:
+        if self._merged:
+            if key and key == self._resident:
+                await self._swap(Weights("", None))
+            return
+        lora = self._loras.pop(key, None)
+        if lora is not None:
+            await self._llm.remove_lora(lora.lora_int_id)
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+
+    # Starting
+
+    def _engine_args(self, on_cpu: bool, dtype: str) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        options: dict[str, Any] = {
+            "model": str(self._config.model_dir),
+            "tokenizer": str(self._config.model_dir),
+            "dtype": dtype,
+            "max_model_len": self._config.context_tokens,
+            "max_num_seqs": self._config.max_rows or _DEFAULT_ROWS,
+            "max_logprobs": 256,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": _WORKER,
+        }
+        if on_cpu:
+            options |= {
+                "block_size": _CPU_BLOCK,
+                "kv_cache_memory_bytes": self._config.kv_cache_bytes or _CPU_CACHE_BYTES,
+            }
+        elif self._config.kv_cache_bytes:
+            options["kv_cache_memory_bytes"] = self._config.kv_cache_bytes
+        if not self._merged:
+            options |= {
+                "enable_lora": True,
+                "max_lora_rank": next(r for r in _LORA_RANKS if r >= self._config.max_lora_rank),
+                "max_loras": min(self._versions, _LIVE_IN_A_BATCH),
+                "max_cpu_loras": self._versions,
+            }
+        return AsyncEngineArgs(**options)
+
+    async def _warm_up(self) -> None:
+        """The first request pays for lazy set-up; a user's should not."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=2, seed=0, logprobs=0, detokenize=False, ignore_eos=True)
+        rows = (self._generate(f"warm-up/{i}", (1, 1, 1), params, None) for i in range(4))
+        await asyncio.gather(*rows)
+        await self._llm.reset_prefix_cache()
+
+    # Sampling
+
+    async def _one(self, job: SampleJob, index: int, lora: Any) -> Any:
+        return await self._generate(
+            f"{job.request_id}/{index}", job.prompt, _sampling_params(job, index), lora
+        )
+
+    async def _generate(self, request_id: str, tokens: tuple[int, ...], params: Any, lora: Any) -> Any:
+        last = None
+        prompt = {"prompt_token_ids": list(tokens)}
+        async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+            last = output
+        return last
+
+    def _lora_for(self, key: str) -> Any:
+        if self._merged:
+            if key != self._resident:
+                raise ServiceError(Reason.VERSION_NOT_FOUND, f"weights {key or 'base'} are not loaded")
+            return None
+        if not key:
+            return None
+        if key not in self._loras:
+            raise ServiceError(Reason.VERSION_NOT_FOUND, f"weights {key} are not loaded")
+        return self._loras[key]
+
+    # Weights
+
+    async def _add(self, weights: Weights) -> None:
+        from vllm.lora.request import LoRARequest
+
+        # Neither name nor number is ever used again: cached prefixes are keyed by the name.
+        number, self._next_lora = self._next_lora, self._next_lora + 1
+        name = f"{weights.key}#{number}"
+        request = LoRARequest(name, number, str(weights.directory))
+        try:
+            added = await self._llm.add_lora(request)
+        except Exception as error:
+            raise _translated(error) from error
+        if not added:
+            raise ServiceError(Reason.INVALID_WEIGHTS, "vLLM did not take the adapter")
+        self._loras[weights.key] = request
+
+    async def _swap(self, weights: Weights) -> None:
+        """The safe swap. Reading the adapter comes first: a failure there changes nothing."""
+        if weights.key == self._resident:
+            return
+        directory = str(weights.directory) if weights.directory is not None else ""
+        try:
+            await self._llm.collective_rpc("opentinker_stage_adapter", args=(directory,))
+        except Exception as error:
+            if self._llm.errored:
+                raise _translated(error) from error
+            log.exception("an adapter cannot be read", directory=directory)
+            raise ServiceError(Reason.INVALID_WEIGHTS, "the adapter's files cannot be read") from error
+        try:
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._llm.collective_rpc("opentinker_swap", args=(str(self._config.model_dir),))
+            await self._llm.update_weight_version(weights.key or "base")
+            await self._llm.resume_generation()
+        except Exception as error:
+            # The weights may be half replaced: this engine must not answer again.
+            log.exception("a weight swap failed")
+            raise ServiceError(Reason.ENGINE_CRASHED) from error
+        self._resident = weights.key
+
+
+def _sampling_params(job: SampleJob, index: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    p = job.params
+    return SamplingParams(
+        n=1,
+        max_tokens=p.max_tokens,
+        temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=p.top_k,
+        min_p=p.min_p,
+        seed=p.seed + index,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        repetition_penalty=p.repetition_penalty,
+        stop=list(p.stop) or None,
+        # The model's end tokens are given here, so that they mean the same to every engine.
+        ignore_eos=True,
+        stop_token_ids=sorted(job.stops_at()),
+        bad_words=list(p.bad_words) or None,
+        logit_bias=dict(p.logit_bias) or None,
+        logprobs=p.top_logprobs,
+        prompt_logprobs=0 if p.prompt_logprobs and index == job.indices[0] else None,
+        detokenize=bool(p.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(job: SampleJob, index: int, output: Any) -> Completion:
+    ids = tuple(int(token) for token in output.token_ids)
+    by_token = output.logprobs or []
+    reason, matched = StopReason.LENGTH, ""
+    if output.finish_reason == "stop":
+        if isinstance(output.stop_reason, str):
+            reason, matched = StopReason.STOP, output.stop_reason
+        else:
+            reason = job.reason_for(ids[-1]) or StopReason.STOP
+    elif output.finish_reason != "length":
+        raise ServiceError(Reason.INTERNAL, f"vLLM ended a completion with {output.finish_reason!r}")
+    top_ids, top_logprobs = [], []
+    if job.params.top_logprobs:
+        for entries in by_token:
+            # The sampled token comes first whatever its rank; only the likeliest k are asked for.
+            ranked = sorted(entries.items(), key=lambda item: -item[1].logprob)
+            ranked = ranked[: job.params.top_logprobs]
+            top_ids.append(tuple(token for token, _ in ranked))
+            top_logprobs.append(tuple(entry.logprob for _, entry in ranked))
+    return Completion(
+        index=index,
+        token_ids=ids,
+        logprobs=tuple(entries[token].logprob for token, entries in zip(ids, by_token, strict=True)),
+        stop_reason=reason,
+        matched_stop=matched,
+        top_ids=tuple(top_ids),
+        top_logprobs=tuple(top_logprobs),
+    )
+
+
+def _prompt_scores(tokens: tuple[int, ...], output: Any) -> tuple[float, ...]:
+    scores = [float("nan")]
+    for token, entries in zip(tokens[1:], (output.prompt_logprobs or [])[1:], strict=True):
+        scores.append(entries[token].logprob)
+    return tuple(scores)
+
+
+def _translated(error: Exception) -> Exception:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(error, EngineDeadError) or isinstance(error.__cause__, EngineDeadError):
+        return ServiceError(Reason.ENGINE_CRASHED)
+    return error

@@ -1,0 +1,194 @@
+"""InferenceService on the wire: one short method for each RPC."""
+
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from opentinker_inference import wire
+from opentinker_inference.adapters.tokenizer import ModelTokenizer, TokenizerFile
+from opentinker_inference.domain.requests import SampleCall
+from opentinker_inference.domain.sampling import Completion, PromptScores, cut_at_stop
+from opentinker_inference.domain.service import InferenceDomain
+from opentinkerapi.inference.v1 import inference_service_pb2 as pb
+from opentinkerapi.inference.v1 import sampling_pb2
+from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from opentinkerapi.runtime.tensors import pack_floats, pack_ids
+
+SERVICE = "opentinkerapi.inference.v1.InferenceService"
+METHODS = (
+    "Sample",
+    "ScoreTokens",
+    "CancelSample",
+    "AckCompletions",
+    "LoadPolicyVersion",
+    "UnloadPolicyVersion",
+    "ListModels",
+    "GetTokenizer",
+    "RenderChat",
+    "Tokenize",
+    "Detokenize",
+    "GetCapabilities",
+)
+_RUN_BYTES = 1 << 20
+"""How much of a tokenizer file travels in one message."""
+_MODES = {"adapter": pb.SERVING_MODE_ADAPTER, "merged": pb.SERVING_MODE_MERGED}
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """Wire to domain to wire."""
+
+    def __init__(
+        self, domain: InferenceDomain, tokenizer: ModelTokenizer, base_digest: str, keep_alive_s: float
+    ) -> None:
+        self._domain = domain
+        self._tokenizer = tokenizer
+        self._base_digest = base_digest
+        self._keep_alive_s = keep_alive_s
+
+    async def Sample(  # type: ignore[override]
+        self, request: pb.SampleRequest, context: Context
+    ) -> AsyncIterator[pb.SampleResponse]:
+        self._domain.check_attempt(request.attempt)
+        call = self._domain.submit(wire.sample_spec(request))
+        yield self._started(call)
+        # The last completion carries the engine's time, which is known when the request ends.
+        held: pb.SampleResponse | None = None
+        async for event in call.follow(self._keep_alive_s):
+            if event is None:
+                yield self._keep_alive()
+            elif isinstance(event, PromptScores):
+                scores = pb.PromptLogprobs(logprobs=pack_floats(event.logprobs))
+                yield pb.SampleResponse(prompt_logprobs=scores)
+            elif isinstance(event, Completion):
+                held = pb.SampleResponse(completion=self._finished(call, event))
+                if call.missing:
+                    yield held
+                    held = None
+            elif held is not None:
+                held.engine_time.CopyFrom(wire.duration(event.engine_s))
+                yield held
+
+    async def ScoreTokens(  # type: ignore[override]
+        self, request: pb.ScoreTokensRequest, context: Context
+    ) -> pb.ScoreTokensResponse:
+        self._domain.check_attempt(request.attempt)
+        sequences = tuple(
+            wire.prompt_tokens(sequence, f"sequences[{index}]")
+            for index, sequence in enumerate(request.sequences)
+        )
+        temperature = request.temperature if request.HasField("temperature") else 1.0
+        scores = await self._domain.score(wire.model_ref(request.model), sequences, temperature)
+        return pb.ScoreTokensResponse(scores=[pb.TokenScores(logprobs=pack_floats(one)) for one in scores])
+
+    async def CancelSample(  # type: ignore[override]
+        self, request: pb.CancelSampleRequest, context: Context
+    ) -> pb.CancelSampleResponse:
+        self._domain.cancel(request.request_id)
+        return pb.CancelSampleResponse()
+
+    async def AckCompletions(  # type: ignore[override]
+        self, request: pb.AckCompletionsRequest, context: Context
+    ) -> pb.AckCompletionsResponse:
+        self._domain.book.acknowledge(request.request_ids)
+        return pb.AckCompletionsResponse()
+
+    async def LoadPolicyVersion(  # type: ignore[override]
+        self, request: pb.LoadPolicyVersionRequest, context: Context
+    ) -> pb.LoadPolicyVersionResponse:
+        elapsed = await self._domain.load_version(wire.version_ref(request.policy_version))
+        return pb.LoadPolicyVersionResponse(load_time=wire.duration(elapsed))
+
+    async def UnloadPolicyVersion(  # type: ignore[override]
+        self, request: pb.UnloadPolicyVersionRequest, context: Context
+    ) -> pb.UnloadPolicyVersionResponse:
+        await self._domain.unload_version(wire.version_ref(request.policy_version))
+        return pb.UnloadPolicyVersionResponse()
+
+    async def ListModels(  # type: ignore[override]
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        models = [
+            pb.LoadedModel(model=wire.model_ref_pb(ref, self._domain.base_model), running_requests=users)
+            for ref, users in self._domain.residency.loaded()
+        ]
+        return pb.ListModelsResponse(models=models)
+
+    async def GetTokenizer(  # type: ignore[override]
+        self, request: pb.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[pb.GetTokenizerResponse]:
+        digest = self._tokenizer.digest
+        if not request.sha256s:
+            files = [_described(file) for file in self._tokenizer.files]
+            yield pb.GetTokenizerResponse(digest=digest, files=files)
+            return
+        for file in [self._tokenizer.by_digest(sha256) for sha256 in request.sha256s]:
+            for offset in range(0, max(len(file.data), 1), _RUN_BYTES):
+                run = _described(file)
+                run.offset, run.data = offset, file.data[offset : offset + _RUN_BYTES]
+                yield pb.GetTokenizerResponse(digest=digest, files=[run])
+
+    async def RenderChat(  # type: ignore[override]
+        self, request: pb.RenderChatRequest, context: Context
+    ) -> pb.RenderChatResponse:
+        messages = [wire.chat_message(m, f"messages[{i}]") for i, m in enumerate(request.messages)]
+        tools = [wire.tool_spec(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+        prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+        return pb.RenderChatResponse(
+            token_ids=pack_ids(self._tokenizer.render(messages, tools or None, prompt))
+        )
+
+    async def Tokenize(  # type: ignore[override]
+        self, request: pb.TokenizeRequest, context: Context
+    ) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=pack_ids(self._tokenizer.encode(request.text)))
+
+    async def Detokenize(  # type: ignore[override]
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        ids = wire.token_ids(request.token_ids, "token_ids")
+        return pb.DetokenizeResponse(text=self._tokenizer.decode(ids, request.keep_special_tokens))
+
+    async def GetCapabilities(  # type: ignore[override]
+        self, request: pb.GetCapabilitiesRequest, context: Context
+    ) -> pb.GetCapabilitiesResponse:
+        info = self._domain.info
+        return pb.GetCapabilitiesResponse(
+            base_model=self._domain.base_model,
+            base_digest=self._base_digest,
+            engine=info.engine,
+            serving_mode=_MODES[info.serving_mode],
+            max_resident_versions=info.max_resident_versions,
+            context_tokens=info.context_tokens,
+            dtype=info.dtype,
+            deterministic=info.deterministic,
+            sampling_fields=sorted({*info.sampling_fields, "include_stop_in_output"}),
+            methods=METHODS,
+            tokenizer_digest=self._tokenizer.digest,
+            end_token_ids=self._domain.end_token_ids,
+            raw_logprobs=False,
+        )
+
+    def _started(self, call: SampleCall) -> pb.SampleResponse:
+        effective = sampling_pb2.EffectiveParams(
+            params=wire.sampling_params_pb(call.params),
+            prompt_tokens=len(call.spec.prompt),
+            cached_prompt_tokens=call.cached_prompt_tokens,
+        )
+        return pb.SampleResponse(started=effective)
+
+    def _keep_alive(self) -> pb.SampleResponse:
+        return pb.SampleResponse(keep_alive=pb.KeepAlive(queued=self._domain.queued()))
+
+    def _finished(self, call: SampleCall, completion: Completion) -> sampling_pb2.Completion:
+        text = cut_at_stop(
+            self._tokenizer.text(completion.token_ids),
+            completion.matched_stop,
+            call.params.include_stop_in_output,
+        )
+        return wire.finished_pb(completion, text, call.params.seed + completion.index, call.spec.model)
+
+
+def _described(file: TokenizerFile) -> pb.TokenizerFile:
+    return pb.TokenizerFile(name=file.name, sha256=file.sha256, size_bytes=len(file.data))
