@@ -51,6 +51,10 @@ class Jobs:
         job: job_pb2.Job = self._call(self._stub.GetJob, scheduler_service_pb2.GetJobRequest(name=name)).job
         return job
 
+    def renew(self, name: str) -> None:
+        """Say that the job's client is still there: a scheduler that restarted wants to hear it."""
+        self._call(self._stub.RenewJobLease, scheduler_service_pb2.RenewJobLeaseRequest(name=name))
+
     def servers(self) -> list[job_pb2.Server]:
         """Servers that are not over."""
         over = (job_pb2.SERVER_STATE_STOPPED, job_pb2.SERVER_STATE_LOST)
@@ -60,11 +64,12 @@ class Jobs:
     def await_state(
         self, names: Sequence[str], state: "job_pb2.JobState.ValueType", timeout_s: float
     ) -> None:
-        """Return once all these jobs are in a state; AssertionError with what they say otherwise."""
+        """Renew these jobs until all are in a state; AssertionError with what they say otherwise."""
         deadline = time.monotonic() + timeout_s
         while not all((job := self.get(name)).state == state for name in names):
             assert time.monotonic() < deadline, f"{job.name}: {job.state_reason} {job.error.message}"
-            time.sleep(0.05)
+            self.renew(job.name)
+            time.sleep(0.1)
 
     def close(self) -> None:
         self._channel.close()
