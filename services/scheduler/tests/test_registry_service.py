@@ -232,3 +232,18 @@ async def test_a_slot_that_is_never_freed_is_taken_back(start_rig: Any, make_slo
 
     await wait_until(placed)
     session.close()
+
+
+async def test_models_are_those_of_the_servers(start_rig: Any, make_slot: Any, make_job: Any) -> None:
+    rig = await start_rig({"models": None}, launcher="static")
+    # While nobody is there, any name may still come.
+    await rig.create_job(make_slot(engine="", model="whatever"))
+    await rig.registry.RegisterServer(registration())
+    await rig.create_job(make_slot(engine=""))
+    request = jobs_pb.CreateJobRequest(request_id="r", job=make_job(make_slot(engine="", model="whatever")))
+    error = await refused(rig.jobs.CreateJob(request))
+    assert error.reason == Reason.UNKNOWN_MODEL
+    assert "they serve: some-model" in error.message
+    cluster = await rig.jobs.GetCluster(jobs_pb.GetClusterRequest())
+    assert [(model.model, model.loaded) for model in cluster.models] == [("some-model", True)]
+    assert list(cluster.trainer_engines) == ["noop"]

@@ -7,12 +7,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import alembic.autogenerate
+import alembic.config
 import pytest
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
 from opentinker_kit.errors import ServiceError
-from opentinker_scheduler.adapters.sql.database import SqlDatabase, sqlite_engine
+from opentinker_scheduler.adapters.sql.database import HEAD, MIGRATIONS, SqlDatabase, sqlite_engine
 from opentinker_scheduler.adapters.sql.tables import metadata
 from opentinker_scheduler.domain.model import (
     Assignment,
@@ -82,7 +84,10 @@ async def test_the_migrations_make_the_tables(database: SqlDatabase, tmp_path: P
     with engine.connect() as connection:
         context = MigrationContext.configure(connection)
         assert alembic.autogenerate.compare_metadata(context, metadata) == []
-        assert context.get_current_revision() == "0001"
+        assert context.get_current_revision() == HEAD
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    assert ScriptDirectory.from_config(config).get_current_head() == HEAD
     engine.dispose()
 
 

@@ -18,7 +18,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
-from opentinker_scheduler.adapters.models import AnyModels, DiskModels
+from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
 from opentinker_scheduler.adapters.sql.database import SqlDatabase
 from opentinker_scheduler.application.answers import Answers
@@ -155,10 +155,10 @@ class Scheduler:
         self._offer = settings.offer()
         self._bus = bus or _event_bus(settings)
         self._store = store or (S3ObjectStore(settings.s3) if settings.s3 is not None else None)
-        self._models = models or _models(settings)
         self._failed: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.database = SqlDatabase(settings.database_path(), self._committed)
+        self._models = models or _models(settings, self.database)
         self._leases = Leases(self._clock, settings.server_lease_s)
         self._sessions = Sessions()
         self._watchers = JobWatchers(self.database)
@@ -315,8 +315,10 @@ class Scheduler:
     async def _look_at_dependencies(self) -> None:
         """Report in health, as `dependency/s3` and `dependency/nats`, whether they answer. Nothing waits."""
         last: dict[str, bool] = {}
+        if isinstance(self._bus, NatsEventBus):
+            self._bus.start()
         while True:
-            now = {"dependency/s3": await self._store_answers()}
+            now = {"dependency/s3": await self._store_answers(known=last.get("dependency/s3", False))}
             if isinstance(self._bus, NatsEventBus):
                 now["dependency/nats"] = self._bus.connected
             for name, answers in now.items():
@@ -326,11 +328,12 @@ class Scheduler:
             last = now
             await self._clock.sleep(_LOOK_AT_DEPENDENCIES_S)
 
-    async def _store_answers(self) -> bool:
+    async def _store_answers(self, *, known: bool) -> bool:
+        """Whether the object store answers; one that did not before is given its bucket."""
         if self._store is None:
             return False
         try:
-            if isinstance(self._store, S3ObjectStore):
+            if isinstance(self._store, S3ObjectStore) and not known:
                 await self._store.ensure_bucket()
             await self._store.head(blob_key("0" * 64))
         except (ServiceError, OSError) as error:
@@ -345,9 +348,9 @@ def _event_bus(settings: SchedulerSettings) -> EventBus:
     return NatsEventBus(settings.nats_url, settings.nats_token())
 
 
-def _models(settings: SchedulerSettings) -> ModelSource:
+def _models(settings: SchedulerSettings, database: Database) -> ModelSource:
     if settings.launcher == "static":
-        return AnyModels()
+        return ServedModels(database)
     return DiskModels(settings.model_roots, settings.model_cache_dir, settings.allow_any_model_dir)
 
 

@@ -98,7 +98,7 @@ class CatalogServiceServicer(object):
 
     def RegisterPolicy(self, request, context):
         """RegisterPolicy records a policy and its version 0.
-        Errors: STALE_ATTEMPT, REQUEST_ID_REUSED, JOB_NOT_FOUND, PERMISSION_DENIED.
+        Errors: INVALID_FIELD, STALE_ATTEMPT, REQUEST_ID_REUSED, ALREADY_REGISTERED, JOB_NOT_FOUND, PERMISSION_DENIED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,7 +125,7 @@ class CatalogServiceServicer(object):
 
     def DeletePolicy(self, request, context):
         """DeletePolicy removes a policy, its versions and checkpoints from the catalog.
-        Errors: POLICY_NOT_FOUND, INVALID_STATE.
+        Errors: POLICY_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,7 +134,7 @@ class CatalogServiceServicer(object):
 
     def RegisterVersion(self, request, context):
         """RegisterVersion records a published version under the trainer's attempt.
-        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
+        Errors: INVALID_FIELD, POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
         Retry: safe; the same content again is the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -161,7 +161,7 @@ class CatalogServiceServicer(object):
 
     def RegisterCheckpoint(self, request, context):
         """RegisterCheckpoint records a saved checkpoint under the trainer's attempt.
-        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
+        Errors: INVALID_FIELD, POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
         Retry: safe; the same content again is the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -188,7 +188,7 @@ class CatalogServiceServicer(object):
 
     def DeleteCheckpoint(self, request, context):
         """DeleteCheckpoint removes a checkpoint from the catalog.
-        Errors: CHECKPOINT_NOT_FOUND.
+        Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -18,7 +18,7 @@ class CatalogServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterPolicy: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.RegisterPolicyRequest, _catalog_service_pb2.RegisterPolicyResponse]
     """RegisterPolicy records a policy and its version 0.
-    Errors: STALE_ATTEMPT, REQUEST_ID_REUSED, JOB_NOT_FOUND, PERMISSION_DENIED.
+    Errors: INVALID_FIELD, STALE_ATTEMPT, REQUEST_ID_REUSED, ALREADY_REGISTERED, JOB_NOT_FOUND, PERMISSION_DENIED.
     Retry: safe with the same request_id.
     """
     GetPolicy: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.GetPolicyRequest, _catalog_service_pb2.GetPolicyResponse]
@@ -33,12 +33,12 @@ class CatalogServiceStub:
     """
     DeletePolicy: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.DeletePolicyRequest, _catalog_service_pb2.DeletePolicyResponse]
     """DeletePolicy removes a policy, its versions and checkpoints from the catalog.
-    Errors: POLICY_NOT_FOUND, INVALID_STATE.
+    Errors: POLICY_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED.
     Retry: safe with the same request_id.
     """
     RegisterVersion: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.RegisterVersionRequest, _catalog_service_pb2.RegisterVersionResponse]
     """RegisterVersion records a published version under the trainer's attempt.
-    Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
+    Errors: INVALID_FIELD, POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
     Retry: safe; the same content again is the same answer.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.GetVersionRequest, _catalog_service_pb2.GetVersionResponse]
@@ -53,7 +53,7 @@ class CatalogServiceStub:
     """
     RegisterCheckpoint: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.RegisterCheckpointRequest, _catalog_service_pb2.RegisterCheckpointResponse]
     """RegisterCheckpoint records a saved checkpoint under the trainer's attempt.
-    Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
+    Errors: INVALID_FIELD, POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
     Retry: safe; the same content again is the same answer.
     """
     GetCheckpoint: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.GetCheckpointRequest, _catalog_service_pb2.GetCheckpointResponse]
@@ -68,7 +68,7 @@ class CatalogServiceStub:
     """
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.DeleteCheckpointRequest, _catalog_service_pb2.DeleteCheckpointResponse]
     """DeleteCheckpoint removes a checkpoint from the catalog.
-    Errors: CHECKPOINT_NOT_FOUND.
+    Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
     Retry: safe with the same request_id.
     """
 
@@ -82,7 +82,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_catalog_service_pb2.RegisterPolicyRequest, _abc.Awaitable[_catalog_service_pb2.RegisterPolicyResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.RegisterPolicyResponse]:
         """RegisterPolicy records a policy and its version 0.
-        Errors: STALE_ATTEMPT, REQUEST_ID_REUSED, JOB_NOT_FOUND, PERMISSION_DENIED.
+        Errors: INVALID_FIELD, STALE_ATTEMPT, REQUEST_ID_REUSED, ALREADY_REGISTERED, JOB_NOT_FOUND, PERMISSION_DENIED.
         Retry: safe with the same request_id.
         """
 
@@ -115,7 +115,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_catalog_service_pb2.DeletePolicyRequest, _abc.Awaitable[_catalog_service_pb2.DeletePolicyResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.DeletePolicyResponse]:
         """DeletePolicy removes a policy, its versions and checkpoints from the catalog.
-        Errors: POLICY_NOT_FOUND, INVALID_STATE.
+        Errors: POLICY_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED.
         Retry: safe with the same request_id.
         """
 
@@ -126,7 +126,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_catalog_service_pb2.RegisterVersionRequest, _abc.Awaitable[_catalog_service_pb2.RegisterVersionResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.RegisterVersionResponse]:
         """RegisterVersion records a published version under the trainer's attempt.
-        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
+        Errors: INVALID_FIELD, POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
         Retry: safe; the same content again is the same answer.
         """
 
@@ -159,7 +159,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_catalog_service_pb2.RegisterCheckpointRequest, _abc.Awaitable[_catalog_service_pb2.RegisterCheckpointResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.RegisterCheckpointResponse]:
         """RegisterCheckpoint records a saved checkpoint under the trainer's attempt.
-        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
+        Errors: INVALID_FIELD, POLICY_NOT_FOUND, STALE_ATTEMPT, ALREADY_REGISTERED, PERMISSION_DENIED.
         Retry: safe; the same content again is the same answer.
         """
 
@@ -192,7 +192,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_catalog_service_pb2.DeleteCheckpointRequest, _abc.Awaitable[_catalog_service_pb2.DeleteCheckpointResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.DeleteCheckpointResponse]:
         """DeleteCheckpoint removes a checkpoint from the catalog.
-        Errors: CHECKPOINT_NOT_FOUND.
+        Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
         Retry: safe with the same request_id.
         """
 

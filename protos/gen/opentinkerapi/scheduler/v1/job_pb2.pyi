@@ -65,13 +65,13 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_QUEUED: _JobState.ValueType  # 1
     """Waits for capacity; next STARTING, PAUSED, CANCELLED or FAILED."""
     JOB_STATE_STARTING: _JobState.ValueType  # 2
-    """Has slots, servers are loading; next RUNNING, QUEUED, PAUSED, CANCELLED or FAILED."""
+    """Has slots or waits for lost ones, servers are loading; next any but PREEMPTED."""
     JOB_STATE_RUNNING: _JobState.ValueType  # 3
     """Models are loaded and answer; next any but QUEUED."""
     JOB_STATE_PAUSED: _JobState.ValueType  # 4
-    """Holds no capacity; ResumeJob makes it QUEUED."""
+    """Holds no capacity; ResumeJob makes it QUEUED; next QUEUED, SUCCEEDED, CANCELLED or FAILED."""
     JOB_STATE_PREEMPTED: _JobState.ValueType  # 5
-    """Checkpointed and put back; next QUEUED."""
+    """Checkpointed and put back; next QUEUED, CANCELLED or FAILED."""
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 6
     """Ended by FinishJob. Final."""
     JOB_STATE_FAILED: _JobState.ValueType  # 7
@@ -87,13 +87,13 @@ JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 JOB_STATE_QUEUED: JobState.ValueType  # 1
 """Waits for capacity; next STARTING, PAUSED, CANCELLED or FAILED."""
 JOB_STATE_STARTING: JobState.ValueType  # 2
-"""Has slots, servers are loading; next RUNNING, QUEUED, PAUSED, CANCELLED or FAILED."""
+"""Has slots or waits for lost ones, servers are loading; next any but PREEMPTED."""
 JOB_STATE_RUNNING: JobState.ValueType  # 3
 """Models are loaded and answer; next any but QUEUED."""
 JOB_STATE_PAUSED: JobState.ValueType  # 4
-"""Holds no capacity; ResumeJob makes it QUEUED."""
+"""Holds no capacity; ResumeJob makes it QUEUED; next QUEUED, SUCCEEDED, CANCELLED or FAILED."""
 JOB_STATE_PREEMPTED: JobState.ValueType  # 5
-"""Checkpointed and put back; next QUEUED."""
+"""Checkpointed and put back; next QUEUED, CANCELLED or FAILED."""
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 6
 """Ended by FinishJob. Final."""
 JOB_STATE_FAILED: JobState.ValueType  # 7
@@ -399,7 +399,7 @@ class ServerOptions(_message.Message):
     engine: _builtins.str
     """Trainer: "torch" or "noop". Inference: "vllm", "transformers" or "noop". Default: the cluster's."""
     dtype: _builtins.str
-    """"float32" or "bfloat16". Default: the engine's."""
+    """"float32" or "bfloat16". Default: the cluster's for the engine."""
     serving_mode: _builtins.str
     """Inference: "adapter" or "merged". Default: the engine's."""
     max_lora_rank: _builtins.int

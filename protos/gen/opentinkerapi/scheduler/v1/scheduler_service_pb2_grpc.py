@@ -98,7 +98,7 @@ class SchedulerServiceServicer(object):
 
     def CreateJob(self, request, context):
         """CreateJob queues a job. What the cluster can never satisfy is refused here.
-        Errors: INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_COMBINATION, UNSUPPORTED_OPTION, CANNOT_BE_SATISFIED, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
+        Errors: INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_COMBINATION, UNSUPPORTED_OPTION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,7 +116,7 @@ class SchedulerServiceServicer(object):
 
     def ListJobs(self, request, context):
         """ListJobs lists jobs, newest first.
-        Errors: INVALID_PAGE_TOKEN.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -169,7 +169,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewJobLease(self, request, context):
-        """RenewJobLease keeps the job alive and returns its endpoints and token.
+        """RenewJobLease keeps the job alive and returns its endpoints and token. A paused job has no lease: ResumeJob gives it one.
         Errors: JOB_NOT_FOUND, INVALID_STATE.
         Retry: safe.
         """

@@ -18,7 +18,7 @@ class SchedulerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateJob: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.CreateJobRequest, _scheduler_service_pb2.CreateJobResponse]
     """CreateJob queues a job. What the cluster can never satisfy is refused here.
-    Errors: INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_COMBINATION, UNSUPPORTED_OPTION, CANNOT_BE_SATISFIED, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
+    Errors: INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_COMBINATION, UNSUPPORTED_OPTION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
     Retry: safe with the same request_id.
     """
     GetJob: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetJobRequest, _scheduler_service_pb2.GetJobResponse]
@@ -28,7 +28,7 @@ class SchedulerServiceStub:
     """
     ListJobs: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListJobsRequest, _scheduler_service_pb2.ListJobsResponse]
     """ListJobs lists jobs, newest first.
-    Errors: INVALID_PAGE_TOKEN.
+    Errors: INVALID_FIELD, INVALID_PAGE_TOKEN.
     Retry: safe.
     """
     WatchJob: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.WatchJobRequest, _scheduler_service_pb2.WatchJobResponse]
@@ -57,7 +57,7 @@ class SchedulerServiceStub:
     Retry: safe with the same request_id.
     """
     RenewJobLease: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.RenewJobLeaseRequest, _scheduler_service_pb2.RenewJobLeaseResponse]
-    """RenewJobLease keeps the job alive and returns its endpoints and token.
+    """RenewJobLease keeps the job alive and returns its endpoints and token. A paused job has no lease: ResumeJob gives it one.
     Errors: JOB_NOT_FOUND, INVALID_STATE.
     Retry: safe.
     """
@@ -82,7 +82,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_scheduler_service_pb2.CreateJobRequest, _abc.Awaitable[_scheduler_service_pb2.CreateJobResponse]],
     ) -> _abc.Awaitable[_scheduler_service_pb2.CreateJobResponse]:
         """CreateJob queues a job. What the cluster can never satisfy is refused here.
-        Errors: INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_COMBINATION, UNSUPPORTED_OPTION, CANNOT_BE_SATISFIED, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
+        Errors: INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_COMBINATION, UNSUPPORTED_OPTION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
 
@@ -104,7 +104,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_scheduler_service_pb2.ListJobsRequest, _abc.Awaitable[_scheduler_service_pb2.ListJobsResponse]],
     ) -> _abc.Awaitable[_scheduler_service_pb2.ListJobsResponse]:
         """ListJobs lists jobs, newest first.
-        Errors: INVALID_PAGE_TOKEN.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN.
         Retry: safe.
         """
 
@@ -169,7 +169,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_service_pb2.RenewJobLeaseRequest,
         context: _aio.ServicerContext[_scheduler_service_pb2.RenewJobLeaseRequest, _abc.Awaitable[_scheduler_service_pb2.RenewJobLeaseResponse]],
     ) -> _abc.Awaitable[_scheduler_service_pb2.RenewJobLeaseResponse]:
-        """RenewJobLease keeps the job alive and returns its endpoints and token.
+        """RenewJobLease keeps the job alive and returns its endpoints and token. A paused job has no lease: ResumeJob gives it one.
         Errors: JOB_NOT_FOUND, INVALID_STATE.
         Retry: safe.
         """

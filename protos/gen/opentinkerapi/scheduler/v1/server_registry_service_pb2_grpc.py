@@ -67,7 +67,7 @@ class ServerRegistryServiceServicer(object):
 
     def ServerSession(self, request_iterator, context):
         """ServerSession carries renewals, load and assignment states up, and assignments, releases and drain requests down. The first message is the hello.
-        Errors: SERVER_NOT_FOUND, STALE_ATTEMPT, DRAINING.
+        Errors: INVALID_FIELD, SERVER_NOT_FOUND, STALE_ATTEMPT, OVERLOADED, DRAINING.
         Retry: open a new session; assignments are sent again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -23,7 +23,7 @@ class ServerRegistryServiceStub:
     """
     ServerSession: _aio.StreamStreamMultiCallable[_server_registry_service_pb2.ServerSessionRequest, _server_registry_service_pb2.ServerSessionResponse]
     """ServerSession carries renewals, load and assignment states up, and assignments, releases and drain requests down. The first message is the hello.
-    Errors: SERVER_NOT_FOUND, STALE_ATTEMPT, DRAINING.
+    Errors: INVALID_FIELD, SERVER_NOT_FOUND, STALE_ATTEMPT, OVERLOADED, DRAINING.
     Retry: open a new session; assignments are sent again.
     """
     DeregisterServer: _aio.UnaryUnaryMultiCallable[_server_registry_service_pb2.DeregisterServerRequest, _server_registry_service_pb2.DeregisterServerResponse]
@@ -53,7 +53,7 @@ class ServerRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_server_registry_service_pb2.ServerSessionRequest], _abc.AsyncIterator[_server_registry_service_pb2.ServerSessionResponse]],
     ) -> _abc.AsyncIterator[_server_registry_service_pb2.ServerSessionResponse]:
         """ServerSession carries renewals, load and assignment states up, and assignments, releases and drain requests down. The first message is the hello.
-        Errors: SERVER_NOT_FOUND, STALE_ATTEMPT, DRAINING.
+        Errors: INVALID_FIELD, SERVER_NOT_FOUND, STALE_ATTEMPT, OVERLOADED, DRAINING.
         Retry: open a new session; assignments are sent again.
         """
 

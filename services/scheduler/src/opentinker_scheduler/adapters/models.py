@@ -1,11 +1,14 @@
-"""Base models on this machine's disk, by name."""
+"""Base models by name: those on this machine's disk, or those of servers that are there."""
 
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from opentinker_kit.errors import ServiceError
 from opentinker_kit.models import known_models, locate_model
 from opentinker_scheduler.domain.admission import Model
+from opentinker_scheduler.ports import Database
+from opentinkerapi.runtime.reasons import Reason
 
 
 class DiskModels:
@@ -33,11 +36,19 @@ class DiskModels:
         return await asyncio.to_thread(known_models, self._model_roots)
 
 
-class AnyModels:
-    """Where servers register themselves, the models are theirs to know: any name may still come."""
+class ServedModels:
+    """Where servers register themselves, the models are theirs; before the first any name may come."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     async def resolve(self, model_id: str, field: str) -> Model:
+        known = await self.known()
+        if known and model_id not in known:
+            text = f"model {model_id!r} is on no server of this cluster; they serve: {', '.join(known)}"
+            raise ServiceError(Reason.UNKNOWN_MODEL, text, field=field)
         return Model(model_id, 0)
 
     async def known(self) -> Sequence[str]:
-        return ()
+        servers = await self._database.run(lambda tx: tx.servers.live())
+        return sorted({server.base_model for server in servers})

@@ -5,6 +5,7 @@ scheduler finds it again by its pid, its start time and the settings file it was
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ log = structlog.get_logger()
 SETTINGS = "settings.json"
 LOG = "server.log"
 _KILL_WAIT_S = 5.0
+_KEPT_FOLDERS = 16
 _TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 16_384, 15, 1_200
 _START_SLACK_S = 2.0
 """Start times read by different processes differ where the wall clock was adjusted in between."""
@@ -121,6 +123,7 @@ class ProcessLauncher:
         self._processes.clear()
 
     def _spawn(self, server: Server, folder: Path) -> subprocess.Popen[bytes]:
+        self._forget_old_folders()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / SETTINGS
         write_json(path, dict(self._recipe.settings_for(server, folder)), mode=0o600)
@@ -137,6 +140,14 @@ class ProcessLauncher:
                 start_new_session=True,
                 pass_fds=self._recipe.pass_fds,
             )
+
+    def _forget_old_folders(self) -> None:
+        """Remove what ended servers left behind, except for the newest."""
+        if not self._recipe.directory.is_dir():
+            return
+        folders = [item for item in self._recipe.directory.iterdir() if item.name not in self._processes]
+        for folder in sorted(folders, key=_modified)[:-_KEPT_FOLDERS]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _watch(self, server_id: str, started: Started, child: subprocess.Popen[bytes] | None) -> None:
         process = _Process(started, os.pidfd_open(started.pid), child)
@@ -218,6 +229,12 @@ def this_python() -> str:
     return sys.executable
 
 
+def _modified(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
 def _start_time(pid: int) -> float:
     try:
         return float(psutil.Process(pid).create_time())
@@ -239,13 +256,18 @@ def _kill_group(pid: int) -> None:
 
 def _kill_orphans(server: Server) -> None:
     """End what is left of a session whose leader is gone: its members keep the leader's pid as session id."""
-    if psutil.pid_exists(server.pid):
-        # Someone else's by now, or a zombie that keeps the id from being used again.
-        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if psutil.Process(server.pid).status() != psutil.STATUS_ZOMBIE:
+            # The number is someone else's by now.
+            return
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             mine = os.getsid(process.pid) == server.pid
-            if mine and process.create_time() >= server.pid_start - _START_SLACK_S:
+            if (
+                mine
+                and process.pid != server.pid
+                and process.create_time() >= server.pid_start - _START_SLACK_S
+            ):
                 process.kill()
 
 

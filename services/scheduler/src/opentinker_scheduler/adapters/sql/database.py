@@ -7,7 +7,7 @@ the epoch: when another scheduler took over, this one may write nothing more.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import datetime
@@ -15,9 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import alembic.command
-import alembic.config
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select, update
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select, text, update
 from sqlalchemy.pool import StaticPool
 
 from opentinker_kit.errors import ServiceError
@@ -35,6 +33,8 @@ OnCommit = Callable[[frozenset[str], bool], None]
 """Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+HEAD = "0001"
+"""The newest revision."""
 
 
 class SqlTransaction:
@@ -165,14 +165,22 @@ def sqlite_engine(path: Path) -> Engine:
 
 def migrate(engine: Engine) -> None:
     """Bring the schema to the newest revision. Raises if the database is of a newer program."""
-    with _migration_connection(engine) as connection:
+    with engine.begin() as connection:
+        if revision_of(connection) == HEAD:
+            return
+        # Only here: it takes as long to import as the rest of the scheduler to start.
+        import alembic.command
+        import alembic.config
+
         config = alembic.config.Config()
         config.set_main_option("script_location", str(MIGRATIONS))
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 
 
-@contextlib.contextmanager
-def _migration_connection(engine: Engine) -> Iterator[Connection]:
-    with engine.begin() as connection:
-        yield connection
+def revision_of(connection: Connection) -> str | None:
+    """The schema's revision; None for an empty database."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return revision
