@@ -88,7 +88,7 @@ def _show(cluster: Cluster) -> None:
 
     info = cluster.info().result()
     console = Console()
-    console.print(
+    typer.echo(
         f"cluster {info.cluster} at {cluster.address}, version {info.version}: "
         f"{info.running_servers} of {info.max_servers} servers"
     )
