@@ -103,7 +103,7 @@ def _env_workers(state_dir: Path) -> list[int]:
     return [
         process.pid
         for process in psutil.Process(stack.pids["env_host"]).children(recursive=True)
-        if any("worker" in argument for argument in process.cmdline())
+        if "guess_number" in process.cmdline() and any("worker" in argument for argument in process.cmdline())
     ][:1]
 
 
