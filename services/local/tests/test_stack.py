@@ -1,6 +1,9 @@
 """The stack in peace: starting, attaching, stopping, going on with its data."""
 
+import fcntl
+import os
 import subprocess
+import threading
 from pathlib import Path
 
 import grpc
@@ -102,3 +105,17 @@ def test_a_stop_takes_along_what_the_parts_started_and_what_does_not_listen(
     assert len(pids) == 7
     assert stop_stack(info.state_dir)
     assert not any(map(alive, pids))
+
+
+def test_a_look_at_the_lock_is_not_taken_for_a_supervisor(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.make()
+    state.lock.touch()
+    with state.lock.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.2, fcntl.flock, args=(looking, fcntl.LOCK_UN))
+        timer.start()
+        with state.hold(owned=False):
+            assert state.holder() == os.getpid()
+        timer.join()
+    assert state.holder() is None

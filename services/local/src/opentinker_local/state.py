@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ from typing import Any, Self
 from opentinker_kit.files import write_json
 
 VERSION = 1
+PROBE_S = 0.5
+"""Who looks whether a directory is held takes its lock for an instant; a new holder waits for that."""
 
 
 class StackError(RuntimeError):
@@ -147,14 +150,15 @@ class StateDir:
         """Hold the directory; AlreadyRunning that says who does. Given up by the kernel however we end."""
         self.make()
         with self.lock.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = self._pid_in_lock()
+            deadline = time.monotonic() + PROBE_S
+            while not try_lock(file.fileno()):
+                if time.monotonic() < deadline:
+                    time.sleep(PROBE_S / 25)
+                    continue
                 raise AlreadyRunning(
-                    f"another supervisor (pid {pid}) holds {self.root}; attach to it, stop it with "
-                    "`opentinker down`, or use another state directory"
-                ) from None
+                    f"another supervisor (pid {self._pid_in_lock()}) holds {self.root}; attach to it, stop it "
+                    "with `opentinker down`, or use another state directory"
+                )
             file.truncate(0)
             file.write(json.dumps({"pid": os.getpid(), "owned": owned}))
             file.flush()
