@@ -156,8 +156,8 @@ class StateDir:
                     time.sleep(PROBE_S / 25)
                     continue
                 raise AlreadyRunning(
-                    f"another supervisor (pid {self._pid_in_lock()}) holds {self.root}; attach to it, stop it "
-                    "with `opentinker down`, or use another state directory"
+                    f"another supervisor (pid {self._pid_in_lock()}) holds {self.root}; attach to it, "
+                    "stop it with `opentinker down`, or use another state directory"
                 )
             file.truncate(0)
             file.write(json.dumps({"pid": os.getpid(), "owned": owned}))
