@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None, modules: Mapping[str, str] = MODULES
     stop = commands.add_parser("stop", help="stop the stack in a directory")
     stop.add_argument("--state-dir", type=Path, required=True)
     arguments = parser.parse_args(argv)
+    if sys.platform != "linux":
+        sys.stderr.write("the embedded stack needs Linux; give connect() the address of a cluster\n")
+        return 1
     state = StateDir(arguments.state_dir.resolve())
     try:
         if arguments.command == "stop":
