@@ -70,7 +70,6 @@ def test_each_reason_has_a_place_where_it_comes_from() -> None:
     documented = {reason for method in METHODS for reason in method.errors}
     in_a_resource = {  # in the `error` of a job or an operation, or in a server's log
         "LAUNCH_FAILED",
-        "MISSING_DEPENDENCY",
         "POISONED",
         "REPLAY_DIVERGED",
     }

@@ -87,7 +87,7 @@ class Running:
         return await self.call(self.stub.Finalize(pb.FinalizeRequest(episode=episode)))
 
     async def close(self, episodes: Sequence[str]) -> None:
-        await self.call(self.stub.Close(pb.CloseRequest(episodes=episodes)))
+        await self.call(self.stub.CloseEpisodes(pb.CloseEpisodesRequest(episodes=episodes)))
 
     async def call(self, call: Awaitable[Any]) -> Any:
         try:

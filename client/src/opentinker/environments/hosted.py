@@ -220,9 +220,9 @@ class HostedEnvironment:
         held = [episode for episode in episodes if episode in self._episodes]
         self.forget(held)
         if held:
-            request = pb.CloseRequest(episodes=held, job_token=self.job_token)
+            request = pb.CloseEpisodesRequest(episodes=held, job_token=self.job_token)
             try:
-                await self.stub.Close(request, timeout=10.0)
+                await self.stub.CloseEpisodes(request, timeout=10.0)
             except grpc.RpcError:
                 return
 

@@ -69,9 +69,9 @@ class EnvHostServicer(EnvHostServiceServicer):
     async def Finalize(self, request: pb.FinalizeRequest, context: Any) -> pb.FinalizeResponse:
         return wire.result_to_proto(await self._host.finalize(request.episode))
 
-    async def Close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
+    async def CloseEpisodes(self, request: pb.CloseEpisodesRequest, context: Any) -> pb.CloseEpisodesResponse:
         await self._host.close(request.episodes)
-        return pb.CloseResponse()
+        return pb.CloseEpisodesResponse()
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
         lost, lasts_s = self._host.renew(request.episodes)

@@ -481,8 +481,8 @@ class FinalizeResponse(_message.Message):
 Global___FinalizeResponse: _TypeAlias = FinalizeResponse  # noqa: Y015
 
 @_typing.final
-class CloseRequest(_message.Message):
-    """CloseRequest names episodes."""
+class CloseEpisodesRequest(_message.Message):
+    """CloseEpisodesRequest names episodes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -506,11 +506,11 @@ class CloseRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
+Global___CloseEpisodesRequest: _TypeAlias = CloseEpisodesRequest  # noqa: Y015
 
 @_typing.final
-class CloseResponse(_message.Message):
-    """CloseResponse answers Close."""
+class CloseEpisodesResponse(_message.Message):
+    """CloseEpisodesResponse answers CloseEpisodes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -523,7 +523,7 @@ class CloseResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseResponse: _TypeAlias = CloseResponse  # noqa: Y015
+Global___CloseEpisodesResponse: _TypeAlias = CloseEpisodesResponse  # noqa: Y015
 
 @_typing.final
 class RenewLeaseRequest(_message.Message):

@@ -70,10 +70,10 @@ class EnvHostServiceStub(object):
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeResponse.FromString,
                 _registered_method=True)
-        self.Close = channel.unary_unary(
-                '/opentinkerapi.env.v1.EnvHostService/Close',
-                request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseRequest.SerializeToString,
-                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseResponse.FromString,
+        self.CloseEpisodes = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/CloseEpisodes',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesResponse.FromString,
                 _registered_method=True)
         self.RenewLease = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/RenewLease',
@@ -149,8 +149,8 @@ class EnvHostServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Close(self, request, context):
-        """Close frees episodes.
+    def CloseEpisodes(self, request, context):
+        """CloseEpisodes frees episodes.
         Errors: INVALID_FIELD.
         Retry: safe.
         """
@@ -205,10 +205,10 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeRequest.FromString,
                     response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeResponse.SerializeToString,
             ),
-            'Close': grpc.unary_unary_rpc_method_handler(
-                    servicer.Close,
-                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseRequest.FromString,
-                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseResponse.SerializeToString,
+            'CloseEpisodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseEpisodes,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesResponse.SerializeToString,
             ),
             'RenewLease': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLease,
@@ -417,7 +417,7 @@ class EnvHostService(object):
             _registered_method=True)
 
     @staticmethod
-    def Close(request,
+    def CloseEpisodes(request,
             target,
             options=(),
             channel_credentials=None,
@@ -430,9 +430,9 @@ class EnvHostService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/opentinkerapi.env.v1.EnvHostService/Close',
-            opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseRequest.SerializeToString,
-            opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseResponse.FromString,
+            '/opentinkerapi.env.v1.EnvHostService/CloseEpisodes',
+            opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,8 +51,8 @@ class EnvHostServiceStub:
     Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
     Retry: safe.
     """
-    Close: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseRequest, _env_host_service_pb2.CloseResponse]
-    """Close frees episodes.
+    CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
+    """CloseEpisodes frees episodes.
     Errors: INVALID_FIELD.
     Retry: safe.
     """
@@ -143,12 +143,12 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Close(
+    def CloseEpisodes(
         self,
-        request: _env_host_service_pb2.CloseRequest,
-        context: _aio.ServicerContext[_env_host_service_pb2.CloseRequest, _abc.Awaitable[_env_host_service_pb2.CloseResponse]],
-    ) -> _abc.Awaitable[_env_host_service_pb2.CloseResponse]:
-        """Close frees episodes.
+        request: _env_host_service_pb2.CloseEpisodesRequest,
+        context: _aio.ServicerContext[_env_host_service_pb2.CloseEpisodesRequest, _abc.Awaitable[_env_host_service_pb2.CloseEpisodesResponse]],
+    ) -> _abc.Awaitable[_env_host_service_pb2.CloseEpisodesResponse]:
+        """CloseEpisodes frees episodes.
         Errors: INVALID_FIELD.
         Retry: safe.
         """
