@@ -95,7 +95,7 @@ def undisturbed(cluster: ot.Cluster, tiny_model_dir: Path, tmp_path_factory: pyt
 
 
 def _servers(cluster: ot.Cluster, role: int) -> list[int]:
-    return [server.pid for server in cluster.servers() if server.role == role]
+    return [server.pid for server in cluster.servers().result() if server.role == role]
 
 
 def _env_workers(state_dir: Path) -> list[int]:
