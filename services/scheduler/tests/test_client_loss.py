@@ -25,14 +25,14 @@ def clock() -> ManualClock:
 )
 async def test_a_job_that_nobody_renews(start_rig: Any, clock: ManualClock, wish: int, state: int) -> None:
     rig = await start_rig({"clock": clock}, launcher="static")
-    job = await rig.create_job(on_client_loss=wish)
+    job = await rig.create_job(on_client_loss=wish, lease_ttl=Duration(seconds=60))
     for _ in range(3):
-        await advance(rig, clock, 500)
+        await advance(rig, clock, 50)
         await rig.renew(job.name)
     assert (await rig.job(job.name)).state == job_pb2.JOB_STATE_QUEUED
-    await advance(rig, clock, 601)
+    await advance(rig, clock, 61)
     lost = await rig.until(job.name, state)
-    assert "no client renewed its lease for 600 s" in lost.state_reason
+    assert "no client renewed its lease for 60 s" in lost.state_reason
 
 
 async def test_a_job_with_a_lease_of_its_own_length(start_rig: Any, clock: ManualClock) -> None:

@@ -33,6 +33,7 @@ class Program:
 
     folder: Path
     settings: dict[str, Any]
+    pass_fds: tuple[int, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     channel: grpc.aio.Channel | None = None
 
@@ -47,7 +48,7 @@ class Program:
             "--settings",
             str(self.folder / "scheduler.json"),
         ]
-        self.process = _spawn(argv, self.folder / "scheduler.log")
+        self.process = _spawn(argv, self.folder / "scheduler.log", self.pass_fds)
         await wait_until(ready.exists, 20.0, what="the scheduler is ready")
         assert json.loads(ready.read_text())["pid"] == self.process.pid
 
@@ -68,9 +69,9 @@ class Program:
         return SchedulerServiceStub(self.channel)
 
 
-def _spawn(argv: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+def _spawn(argv: list[str], log_path: Path, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log:
-        return subprocess.Popen(argv, stdout=log, stderr=log)
+        return subprocess.Popen(argv, stdout=log, stderr=log, pass_fds=pass_fds)
 
 
 @pytest.fixture
@@ -152,6 +153,7 @@ async def test_what_runs_is_adopted(program: Program, tiny_model_dir: Path) -> N
     await until(program, job.name, RUNNING)
 
 
+@pytest.mark.slow
 async def test_what_died_meanwhile_is_started_again_once_its_client_asks(
     program: Program, tiny_model_dir: Path
 ) -> None:
@@ -175,6 +177,7 @@ async def test_what_died_meanwhile_is_started_again_once_its_client_asks(
     watch.cancel()
 
 
+@pytest.mark.slow
 async def test_queued_work_survives(program: Program, tiny_model_dir: Path) -> None:
     jobs = [await create(program, tiny_model_dir.name, f"r{i}") for i in range(3)]
     program.kill()
@@ -185,6 +188,7 @@ async def test_queued_work_survives(program: Program, tiny_model_dir: Path) -> N
         await until(program, job.name, RUNNING)
 
 
+@pytest.mark.slow
 async def test_processes_that_no_record_claims_are_ended(program: Program, tiny_model_dir: Path) -> None:
     job = await create(program, tiny_model_dir.name)
     await until(program, job.name, RUNNING)
@@ -204,6 +208,7 @@ async def test_sigterm_leaves_nothing(program: Program, tiny_model_dir: Path) ->
     assert not any(_running(pid) for pid in before)
 
 
+@pytest.mark.slow
 async def test_a_second_scheduler_takes_over(program: Program, tiny_model_dir: Path) -> None:
     first = program.process
     await program.start()
@@ -211,6 +216,23 @@ async def test_a_second_scheduler_takes_over(program: Program, tiny_model_dir: P
     assert await asyncio.to_thread(first.wait, 10.0) == 75
     job = await create(program, tiny_model_dir.name)
     await until(program, job.name, RUNNING)
+
+
+async def test_the_end_of_the_lifeline_ends_scheduler_and_servers(
+    program: Program, tiny_model_dir: Path
+) -> None:
+    assert program.stop() == 0
+    reader, writer = os.pipe()
+    program.pass_fds, program.settings["lifeline_fd"] = (reader,), reader
+    await program.start()
+    os.close(reader)
+    job = await create(program, tiny_model_dir.name)
+    await until(program, job.name, RUNNING)
+    pids = list(await servers(program))
+    assert program.process is not None
+    os.close(writer)
+    await wait_until(lambda: not any(_running(pid) for pid in pids), what="the servers are gone")
+    assert await asyncio.to_thread(program.process.wait, 10.0) == 0
 
 
 def _running(pid: int) -> bool:

@@ -74,6 +74,10 @@ class ProcessLauncher:
     async def start(self, server: Server) -> Started:
         if server.id in self._processes:
             return self._processes[server.id].started
+        # Whoever gives up waiting must not leave a process behind that is not watched.
+        return await asyncio.shield(asyncio.create_task(self._start(server)))
+
+    async def _start(self, server: Server) -> Started:
         folder = self._recipe.directory / server.id
         child = await asyncio.to_thread(self._spawn, server, folder)
         started = Started(child.pid, _start_time(child.pid), folder / LOG)

@@ -27,6 +27,7 @@ log = structlog.get_logger()
 
 _QUIET_TICK_S = 1.0
 """Ticks are this far apart while nothing waits."""
+_FINISH_S = 2.0
 _STALL_S = 5.0
 """A gap between ticks from which on it was the leader itself who slept."""
 
@@ -132,9 +133,13 @@ class Reconciler:
 
     async def stop(self, *, stop_servers: bool) -> None:
         """End orderly: with `stop_servers` jobs are paused and every process that was started ends."""
-        for task in list(self._busy.values()):
+        # A start under way is waited for: its process would otherwise be nobody's.
+        busy = list(self._busy.values())
+        if busy:
+            await asyncio.wait(busy, timeout=_FINISH_S)
+        for task in busy:
             task.cancel()
-        await asyncio.gather(*self._busy.values(), return_exceptions=True)
+        await asyncio.gather(*busy, return_exceptions=True)
         if stop_servers and self._launcher.can_launch:
             await self._database.run(self._pause_all)
             grace_s = self._timing.stop_grace_s
