@@ -62,6 +62,8 @@ class InferenceServicer(InferenceServiceServicer):
                 scores = pb.PromptLogprobs(logprobs=pack_floats(event.logprobs))
                 yield pb.SampleResponse(prompt_logprobs=scores)
             elif isinstance(event, Completion):
+                if held is not None:
+                    yield held
                 held = pb.SampleResponse(completion=self._finished(call, event))
                 if call.missing:
                     yield held
