@@ -50,6 +50,14 @@ async def samples_of(store: PolicyStore, chunks: Sequence[trainer_service_pb2.Sa
     return samples
 
 
+def write_state(policy: HeldPolicy, directory: Path) -> None:
+    """Write the front's part of a checkpoint. STORAGE_FULL if it cannot be written."""
+    try:
+        (directory / STATE_FILE).write_text(json.dumps(policy.state.to_json()))
+    except OSError as error:
+        raise ServiceError(Reason.STORAGE_FULL, f"{directory}: {error.strerror}") from error
+
+
 class Executor:
     """Runs operations on an engine and moves the policy's state with them."""
 
@@ -179,7 +187,7 @@ class Executor:
     ) -> None:
         with self._scratch() as directory:
             saved = await engine.save(policy.name, directory, adapter_only=False)
-            (directory / STATE_FILE).write_text(json.dumps(policy.state.to_json()))
+            write_state(policy, directory)
             names = (*saved.files, STATE_FILE)
             prefix, manifest = await patiently(
                 self._clock, lambda: self._store_checkpoint(policy, directory, names, done.seq)

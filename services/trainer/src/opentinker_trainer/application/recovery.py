@@ -15,7 +15,7 @@ import structlog
 
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
-from opentinker_trainer.application.executor import STATE_FILE, Executor
+from opentinker_trainer.application.executor import STATE_FILE, Executor, write_state
 from opentinker_trainer.application.held import HeldPolicy, RecoveryPoint
 from opentinker_trainer.application.patience import patiently
 from opentinker_trainer.application.store import PolicyStore, recovery_prefix
@@ -53,8 +53,8 @@ class Recovery:
         kept = pb.KeptResults(
             operations=[policy.results[key] for key in sorted(policy.results) if key <= seq]
         )
+        write_state(policy, directory)
         try:
-            (directory / STATE_FILE).write_text(json.dumps(policy.state.to_json()))
             (directory / RESULTS_FILE).write_bytes(kept.SerializeToString())
         except OSError as error:
             raise ServiceError(Reason.STORAGE_FULL, f"{directory}: {error.strerror}") from error

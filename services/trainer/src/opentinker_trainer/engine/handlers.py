@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from google.protobuf.duration_pb2 import Duration
+from safetensors import SafetensorError
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import Handler
@@ -129,8 +130,8 @@ class EngineHandlers:
         write = self._engine.export_adapter if request.adapter_only else self._engine.save_state
         try:
             files = write(request.policy, Path(request.directory))
-        except OSError as error:
-            text = f"{request.directory} cannot be written: {error.strerror}"
+        except (OSError, SafetensorError) as error:
+            text = f"{request.directory} cannot be written: {error}"
             raise ServiceError(Reason.STORAGE_FULL, text) from error
         return pb.TrainSaveResponse(files=files, engine_time=_since(started))
 
