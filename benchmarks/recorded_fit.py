@@ -54,7 +54,7 @@ class Lines(ot.Callback):
             name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing_s/" in name
         }
         sys.stdout.write(
-            json.dumps({"fit_step": step - 1, "rows": metrics.get("tokens/rows_trained"), **timings})
+            json.dumps({"fit_step": step - 1, "rows": metrics.get("rows/trained"), **timings})
         )
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -69,7 +69,7 @@ def of_update(
         "tokens/loss": float(samples.loss_tokens),
         "tokens/trained": float(gradient.trained_tokens),
         "rows/total": float(len(samples)),
-        "rows/inert": float(sum(sample.inert for sample in samples)),
+        "rows/trained": float(sum(not sample.inert for sample in samples)),
     }
 
 

@@ -162,7 +162,7 @@ class Plan:
             raise unsupported(
                 "sampling",
                 "losses with an importance ratio need every token to be possible: leave top_p, top_k, min_p, "
-                "penalties, bad_words, logit_bias and ignore_eos at their defaults",
+                "penalties, bad_words and logit_bias at their defaults",
             )
         if self.sampling.temperature == 0:
             raise invalid(

@@ -58,7 +58,7 @@ class SamplingParams:
             self.top_p in (None, 1.0)
             and self.top_k in (None, -1)
             and self.min_p in (None, 0.0)
-            and not (self.bad_words or self.logit_bias or self.ignore_eos)
+            and not (self.bad_words or self.logit_bias)
             and self.presence_penalty in (None, 0.0)
             and self.frequency_penalty in (None, 0.0)
             and self.repetition_penalty in (None, 1.0)
