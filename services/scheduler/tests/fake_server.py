@@ -92,7 +92,7 @@ async def serve(values: dict[str, Any]) -> int:
     elif kind != "never_ready":
         registration.set_ready()
     if kind == "exit_ready":
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.3)
         sys.stderr.write("it broke later\n")
         os._exit(int(detail))
     await stop.wait()

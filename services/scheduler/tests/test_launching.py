@@ -99,12 +99,12 @@ async def test_a_killed_server_is_replaced_at_once(rig: Any, make_slot: Any, rol
 @pytest.mark.parametrize("code", [0, 1])
 async def test_a_server_that_ends_unasked_costs_the_job_its_crashes(start_rig: Any, code: int) -> None:
     """B109: a dead component is noticed whatever its exit code. B107: the job fails with the cause."""
-    rig = await start_rig(behavior=f"exit_ready:{code}")
+    rig = await start_rig(behavior=f"exit_ready:{code}", crash_limit=2)
     job = await rig.create_job()
     job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
     assert f"exited with code {code}" in job.error.message
     assert "it broke later" in job.error.message
-    assert "crash 3 of 3" in job.error.message
+    assert "crash 2 of 2" in job.error.message
     await wait_until(lambda: _no_servers(rig), what="no server is left")
 
 
@@ -147,7 +147,7 @@ async def test_a_server_that_takes_too_long(start_rig: Any, behavior: str, setti
 
 
 async def test_an_assignment_that_fails_fails_the_job(start_rig: Any) -> None:
-    rig = await start_rig(behavior="refuse")
+    rig = await start_rig(behavior="refuse", crash_limit=2)
     job = await rig.create_job()
     job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED)
     assert "the policy cannot be restored" in job.error.message

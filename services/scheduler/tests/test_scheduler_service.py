@@ -5,7 +5,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
+from opentinker_kit.clock import ManualClock
 from opentinker_kit.testing import wait_until
 from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
@@ -46,6 +48,34 @@ async def test_of_many_equal_requests_at_once_one_creates(quiet: Any, make_job: 
     stub, request = quiet.jobs, pb.CreateJobRequest(request_id="same", job=make_job())
     answers = await asyncio.gather(*(stub.CreateJob(request) for _ in range(16)))
     assert len({answer.job.name for answer in answers}) == 1
+
+
+async def test_a_call_that_was_cut_off_leaves_no_job_without_a_lease(start_rig: Any, make_job: Any) -> None:
+    clock = ManualClock()
+    rig = await start_rig({"clock": clock}, launcher="static")
+    request = pb.CreateJobRequest(request_id="cut", job=make_job(lease_ttl=Duration(seconds=30)))
+    # The job is recorded, as by a call whose caller went away before the answer.
+    rig.scheduler.database.run, run = _cancelled_after(rig.scheduler.database.run), rig.scheduler.database.run
+    with pytest.raises(grpc.RpcError):
+        await rig.jobs.CreateJob(request)
+    rig.scheduler.database.run = run
+    (job,) = (await rig.jobs.ListJobs(pb.ListJobsRequest())).jobs
+    for _ in range(10):
+        await clock.advance(4.0)
+        await rig.scheduler.reconciler.tick()
+    await rig.until(job.name, job_pb2.JOB_STATE_PAUSED)
+
+
+def _cancelled_after(run: Any) -> Any:
+    """Does the work, and loses its answer if that was a job."""
+
+    async def cut(work: Any) -> Any:
+        result = await run(work)
+        if isinstance(result, pb.CreateJobResponse):
+            raise ConnectionError("the caller is gone")
+        return result
+
+    return cut
 
 
 async def test_an_unknown_model_lists_the_known_ones(quiet: Any, make_job: Any, make_slot: Any) -> None:

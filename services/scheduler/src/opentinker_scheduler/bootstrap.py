@@ -58,6 +58,7 @@ from opentinkerapi.scheduler.v1 import (
 log = structlog.get_logger()
 
 _FORGET_EVERY_S = 600.0
+_STOP_RESERVE_S = 4.0
 _LOOK_AT_DEPENDENCIES_S = 5.0
 
 _SERVICES = (
@@ -299,7 +300,10 @@ class Scheduler:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         if self._failed is None:
-            await self.reconciler.stop(stop_servers=self._settings.stop_servers_on_exit)
+            settings = self._settings
+            # Servers that do not end by themselves must be ended before this process is.
+            grace_s = min(settings.stop_grace_s, max(0.5, settings.drain_s - _STOP_RESERVE_S))
+            await self.reconciler.stop(stop_servers=settings.stop_servers_on_exit, grace_s=grace_s)
         self._sessions.close()
 
     async def _forget(self) -> None:

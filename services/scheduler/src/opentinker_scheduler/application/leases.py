@@ -1,12 +1,23 @@
 """Leases of servers and jobs while this process leads, and who was heard from since it does."""
 
+import structlog
+
 from opentinker_kit.clock import Clock
 from opentinker_scheduler.domain.leases import LeaseTable
 from opentinker_scheduler.domain.model import Job
 
+log = structlog.get_logger()
+
+_STALL_S = 5.0
+"""The loop beats every second; a longer gap means that it was this process who slept."""
+
 
 class Leases:
-    """The leader's memory of renewals. A restart empties it and gives everyone one TTL."""
+    """The leader's memory of renewals. A restart empties it and gives everyone one TTL.
+
+    While this process itself stood still nobody could renew: every lease gets that time back, before anything
+    is decided by it.
+    """
 
     def __init__(self, clock: Clock, server_ttl_s: float) -> None:
         self._clock = clock
@@ -14,16 +25,27 @@ class Leases:
         self.servers = LeaseTable()
         self.jobs = LeaseTable()
         self._attended: set[str] = set()
+        self._last_beat = clock.monotonic()
+
+    def beat(self) -> float:
+        """The time, having made up for a standstill."""
+        now = self._clock.monotonic()
+        gap, self._last_beat = now - self._last_beat, now
+        if gap > _STALL_S:
+            log.warning("the scheduler stood still; leases are extended", seconds=round(gap, 1))
+            self.servers.extend_all(gap)
+            self.jobs.extend_all(gap)
+        return now
 
     def grant_server(self, server_id: str) -> None:
-        self.servers.grant(server_id, self.server_ttl_s, self._clock.monotonic())
+        self.servers.grant(server_id, self.server_ttl_s, self.beat())
 
     def renew_server(self, server_id: str) -> bool:
-        return self.servers.renew(server_id, self._clock.monotonic())
+        return self.servers.renew(server_id, self.beat())
 
     def grant_job(self, job: Job) -> None:
         """Give a job's client one TTL."""
-        self.jobs.grant(job.id, job.lease_ttl_s, self._clock.monotonic())
+        self.jobs.grant(job.id, job.lease_ttl_s, self.beat())
 
     def end_job(self, job_id: str) -> None:
         self.jobs.release(job_id)

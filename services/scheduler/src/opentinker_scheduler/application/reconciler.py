@@ -28,8 +28,6 @@ log = structlog.get_logger()
 _QUIET_TICK_S = 1.0
 """Ticks are this far apart while nothing waits."""
 _FINISH_S = 2.0
-_STALL_S = 5.0
-"""A gap between ticks from which on it was the leader itself who slept."""
 
 
 class Reconciler:
@@ -58,7 +56,6 @@ class Reconciler:
         self._woken = asyncio.Event()
         self._endings: list[Ending] = []
         self._busy: dict[str, asyncio.Task[None]] = {}
-        self._last_tick: float | None = None
 
     def wake(self) -> None:
         """Tick now: something happened."""
@@ -111,8 +108,7 @@ class Reconciler:
 
     async def tick(self) -> bool:
         """Look, settle, act; whether something is still on its way."""
-        now = self._clock.monotonic()
-        self._forgive_stall(now)
+        now = self._leases.beat()
         endings = list(self._endings)
         seen = Observed(
             endings=[*endings, *self._unheard(now)],
@@ -131,7 +127,7 @@ class Reconciler:
         self._act(settled, now)
         return settled.moving
 
-    async def stop(self, *, stop_servers: bool) -> None:
+    async def stop(self, *, stop_servers: bool, grace_s: float) -> None:
         """End orderly: with `stop_servers` jobs are paused and every process that was started ends."""
         # A start under way is waited for: its process would otherwise be nobody's.
         busy = list(self._busy.values())
@@ -142,7 +138,6 @@ class Reconciler:
         await asyncio.gather(*busy, return_exceptions=True)
         if stop_servers and self._launcher.can_launch:
             await self._database.run(self._pause_all)
-            grace_s = self._timing.stop_grace_s
             await asyncio.gather(*(self._launcher.stop(i, grace_s) for i in self._launcher.watched()))
         self._launcher.close()
 
@@ -154,15 +149,6 @@ class Reconciler:
             Ending(server_id, what, log_tail=self._launcher.log_tail(server_id))
             for server_id, what in (*silent, *self._timers.late(now))
         ]
-
-    def _forgive_stall(self, now: float) -> None:
-        """If this process itself stood still, nobody could renew: every lease gets that time back."""
-        gap = 0.0 if self._last_tick is None else now - self._last_tick
-        self._last_tick = now
-        if gap > _STALL_S:
-            log.warning("the scheduler stood still; leases are extended", seconds=round(gap, 1))
-            self._leases.servers.extend_all(gap)
-            self._leases.jobs.extend_all(gap)
 
     def _act(self, settled: Settled, now: float) -> None:
         for server in settled.servers:
@@ -182,9 +168,21 @@ class Reconciler:
         claiming = {job.id for job in settled.jobs if job.state is not JobState.PAUSED}
         for job_id in self._leases.jobs.holders() - claiming:
             self._leases.end_job(job_id)
+        self._lease_what_has_none(settled)
         for assignment_id in self._sessions.sync(settled.assignments, settled.policies):
             self._timers.release_sent(assignment_id, now)
         self._timers.see(settled.servers, settled.assignments, now)
+
+    def _lease_what_has_none(self, settled: Settled) -> None:
+        """Whoever was recorded by a call that was cut off before it granted the lease gets one TTL."""
+        known = self._leases.servers.holders()
+        for server in settled.servers:
+            if server.register_time is not None and server.id not in known:
+                self._leases.grant_server(server.id)
+        known = self._leases.jobs.holders()
+        for job in settled.jobs:
+            if job.state is not JobState.PAUSED and job.id not in known:
+                self._leases.grant_job(job)
 
     def _begin(self, server_id: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Do something to a server in the background, one thing at a time."""

@@ -15,7 +15,7 @@ from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.pages import make_token, page_size, read_int
 from opentinker_scheduler.application.registry import Registry
 from opentinker_scheduler.application.watch import JobWatchers
-from opentinker_scheduler.domain.model import Job, JobState
+from opentinker_scheduler.domain.model import JobState
 from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.wire import jobs as wire
 from opentinkerapi.runtime.reasons import Reason
@@ -52,16 +52,12 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:
         new = await self._jobs.admit(wire.read_new_job(request.job))
         project = current_principal().project
-        made: list[Job] = []
 
         def create(tx: Transaction) -> pb.CreateJobResponse:
-            made.append(self._jobs.create(tx, new, project))
-            return pb.CreateJobResponse(job=wire.write_job(made[0]))
+            return pb.CreateJobResponse(job=wire.write_job(self._jobs.create(tx, new, project)))
 
         response = await self._answers.once(request, pb.CreateJobResponse, create)
-        for job in made:
-            self._jobs.heard(job)
-            self._wake()
+        await self._heard(response.job)
         # The token is not kept with the answer: it is made anew, for whoever may ask.
         job_id = response.job.name.removeprefix("jobs/")
         response.job_token = self._jobs.token_of(job_id, response.job.attempt)
@@ -110,16 +106,11 @@ class SchedulerServicer(SchedulerServiceServicer):
         return await self._answers.once(request, pb.PauseJobResponse, pause)
 
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
-        resumed: list[Job] = []
-
         def resume(tx: Transaction) -> pb.ResumeJobResponse:
-            resumed.append(self._jobs.resume(tx, request.name))
-            return pb.ResumeJobResponse(job=wire.write_job(resumed[0]))
+            return pb.ResumeJobResponse(job=wire.write_job(self._jobs.resume(tx, request.name)))
 
         response = await self._answers.once(request, pb.ResumeJobResponse, resume)
-        for job in resumed:
-            self._jobs.heard(job)
-            self._wake()
+        await self._heard(response.job)
         return response
 
     async def RenewJobLease(self, request: pb.RenewJobLeaseRequest, context: Any) -> pb.RenewJobLeaseResponse:
@@ -132,6 +123,13 @@ class SchedulerServicer(SchedulerServiceServicer):
             job_token=self._jobs.token_of(lease.job.id, lease.job.attempt),
             expire_time=wire.timestamp(self._clock.now() + timedelta(seconds=lease.job.lease_ttl_s)),
         )
+
+    async def _heard(self, answered: job_pb2.Job) -> None:
+        """A client began or resumed a job, or asked again as the first answer was lost: it has a lease."""
+        job = await self._database.run(lambda tx: tx.jobs.find(answered.name.removeprefix("jobs/")))
+        if job is not None and not job.state.final and job.state is not JobState.PAUSED:
+            self._jobs.heard(job)
+            self._wake()
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Any) -> pb.GetClusterResponse:
         cluster = await self._cluster.describe()

@@ -93,10 +93,16 @@ class SqlDatabase:
         await self._in_thread(lambda: self._open(now))
 
     async def run(self, work: Callable[[Transaction], T]) -> T:
-        result, jobs, facts = await self._in_thread(lambda: self._run(work))
-        if jobs or facts:
-            self._on_commit(jobs, facts)
-        return result
+        loop = asyncio.get_running_loop()
+
+        def run() -> T:
+            result, jobs, facts = self._run(work)
+            if jobs or facts:
+                # Also where nobody waits for the result any more: the change is made, and others wait for it.
+                loop.call_soon_threadsafe(self._on_commit, jobs, facts)
+            return result
+
+        return await self._in_thread(run)
 
     async def close(self) -> None:
         """Finish what was begun and let go of the file."""

@@ -143,15 +143,23 @@ assignments = Table(
     Column("create_time", UtcTime, nullable=False),
     Column("change_time", UtcTime, nullable=False),
 )
-_NOT_ENDED = text("state <> 'ended'")
+NOT_ENDED = text("state <> 'ended'")
 _HELD = text("state IN ('granted', 'ready')")
+Index(
+    "active",
+    assignments.c.job_id,
+    assignments.c.slot_index,
+    assignments.c.ordinal,
+    sqlite_where=NOT_ENDED,
+    postgresql_where=NOT_ENDED,
+)
 Index(
     "one_owner",
     assignments.c.server_id,
     assignments.c.slot_no,
     unique=True,
-    sqlite_where=_NOT_ENDED,
-    postgresql_where=_NOT_ENDED,
+    sqlite_where=NOT_ENDED,
+    postgresql_where=NOT_ENDED,
 )
 Index(
     "one_slot",

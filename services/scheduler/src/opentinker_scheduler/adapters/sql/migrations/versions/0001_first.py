@@ -49,6 +49,13 @@ def upgrade() -> None:
         sqlite_where=sa.text("state IN ('granted', 'ready')"),
         postgresql_where=sa.text("state IN ('granted', 'ready')"),
     )
+    op.create_index(
+        "active",
+        "assignments",
+        ["job_id", "slot_index", "ordinal"],
+        sqlite_where=sa.text("state <> 'ended'"),
+        postgresql_where=sa.text("state <> 'ended'"),
+    )
     op.create_table(
         "blobs",
         sa.Column("sha256", sa.String(length=64), nullable=False),
