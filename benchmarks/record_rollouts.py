@@ -27,12 +27,12 @@ class Watched(Arithmetic):
     def reset(self, *, seed: int, task: dict[str, Any]) -> ot.Observation:
         self._seed = seed
         observation = super().reset(seed=seed, task=task)
-        self.asked[seed] = observation.content.text
+        self.asked[seed] = observation.text
         return observation
 
     def step(self, action: ot.Action) -> ot.StepResult:
         result = super().step(action)
-        self.right[self._seed] += int(result.reward == 1.0)
+        self.right[self._seed] += int(result.reward.value == 1.0)
         return result
 
 
