@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from opentinker_kit.testing import wait_until
-from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, tail
+from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, environment, tail
 from opentinker_scheduler.domain.model import Role, Server, ServerOptions, ServerState
 
 PROGRAM = """
@@ -145,6 +145,14 @@ async def test_folders_of_ended_servers_do_not_pile_up(folder: Path) -> None:
     assert kept[-1] == "s1"
     assert kept[:-1] == [f"old{number:02}" for number in range(24, 40)]
     await watch.launcher.stop("s1", 0.0)
+
+
+def test_the_environment_does_not_override_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LISTEN_PORT", "READY_FILE", "S3__ENDPOINT", "ENGINE", "THREADS"):
+        monkeypatch.setenv(f"OPENTINKER_{name}", "1")
+    env = environment({"engine": "noop"})
+    assert [name for name in env if name.startswith("OPENTINKER_")] == ["OPENTINKER_THREADS"]
+    assert env["PATH"] == os.environ["PATH"]
 
 
 def test_the_tail_of_a_log_is_short(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import psutil
 import structlog
 
 from opentinker_kit.files import write_json
+from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.ports import OnExit, Started
 
@@ -130,10 +131,10 @@ class ProcessLauncher:
         self._forget_old_folders()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / SETTINGS
-        write_json(path, dict(self._recipe.settings_for(server, folder)), mode=0o600)
+        settings = dict(self._recipe.settings_for(server, folder))
+        write_json(path, settings, mode=0o600)
         argv = [self._recipe.python, "-P", "-m", self._recipe.modules[server.role], "--settings", str(path)]
-        # The scheduler's own settings must not become those of its servers.
-        env = {key: value for key, value in os.environ.items() if not key.startswith("OPENTINKER_")}
+        env = environment(settings)
         with (folder / LOG).open("ab") as output:
             return subprocess.Popen(
                 argv,
@@ -226,6 +227,17 @@ def tail(path: Path) -> str:
     except OSError:
         return ""
     return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
+
+
+def environment(settings: Collection[str]) -> dict[str, str]:
+    """What a server inherits: all but variables that would override its settings file, or that are meant for
+    the scheduler itself."""
+    names = {name.upper() for name in (*settings, *ServerSettings.model_fields)}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key.removeprefix("OPENTINKER_").split("__")[0] not in names or not key.startswith("OPENTINKER_")
+    }
 
 
 def this_python() -> str:
