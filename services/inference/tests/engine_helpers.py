@@ -1,5 +1,6 @@
 """Helpers of engine tests: jobs, collecting, and a reference computed by transformers and peft."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,8 +50,8 @@ async def prompt_scores(engine: Engine, request: SampleJob) -> tuple[float, ...]
     return found[0].logprobs
 
 
-def reference_logits(model_dir: Path, adapter: Path | None, tokens: Sequence[int]):  # type: ignore[no-untyped-def]
-    """Logits [tokens, vocabulary] of transformers (and peft), float32: what the trainer computes."""
+@functools.lru_cache(maxsize=8)
+def _reference(model_dir: Path, adapter: Path | None):  # type: ignore[no-untyped-def]
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -58,8 +59,15 @@ def reference_logits(model_dir: Path, adapter: Path | None, tokens: Sequence[int
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
+    return model.eval()
+
+
+def reference_logits(model_dir: Path, adapter: Path | None, tokens: Sequence[int]):  # type: ignore[no-untyped-def]
+    """Logits [tokens, vocabulary] of transformers (and peft), float32: what the trainer computes."""
+    import torch
+
     with torch.no_grad():
-        return model.eval()(torch.tensor([list(tokens)])).logits[0]
+        return _reference(model_dir, adapter)(torch.tensor([list(tokens)])).logits[0]
 
 
 def reference_logprobs(

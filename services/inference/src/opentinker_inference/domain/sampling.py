@@ -168,8 +168,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
     p = params
     want(p.max_tokens >= 1, "max_tokens", "at least 1")
-    want(_finite(p.temperature) and 0 <= p.temperature <= 100, "temperature", "in [0, 100]; 0 is greedy")
-    want(p.temperature == 0 or p.temperature >= 0.01, "temperature", "0 (greedy) or at least 0.01")
+    hot = _finite(p.temperature) and 0.01 <= p.temperature <= 2
+    want(hot or p.temperature == 0, "temperature", "0 (greedy), or in [0.01, 2]")
     want(_finite(p.top_p) and 0 < p.top_p <= 1, "top_p", "in (0, 1]; 1 is off")
     want(p.top_k == -1 or p.top_k >= 1, "top_k", "at least 1, or -1 for off")
     want(_finite(p.min_p) and 0 <= p.min_p <= 1, "min_p", "in [0, 1]; 0 is off")

@@ -121,8 +121,8 @@ class InferenceDomain:
         if sum(map(len, sequences)) > _MAX_SCORED_TOKENS:
             text = f"more than {_MAX_SCORED_TOKENS} tokens in one call; split it"
             raise ServiceError(Reason.INVALID_FIELD, text, field="sequences")
-        if not 0.01 <= temperature <= 100:
-            text = "temperature must be in [0.01, 100]"
+        if not 0.01 <= temperature <= 2:
+            text = "temperature must be in [0.01, 2]"
             raise ServiceError(Reason.INVALID_FIELD, text, field="temperature")
         if temperature != 1.0 and not info.score_temperature:
             text = f"the {info.engine} engine scores at temperature 1 only"

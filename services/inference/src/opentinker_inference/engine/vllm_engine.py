@@ -125,6 +125,14 @@ class VllmEngine:
             output = await self._generate(f"{job.request_id}/score/{place}", tokens, params, lora)
             return list(_prompt_scores(tokens, output))
 
+        longest = max(map(len, job.sequences))
+        if longest >= self._config.context_tokens:
+            raise ServiceError(
+                Reason.PROMPT_TOO_LONG,
+                f"a sequence of {longest} tokens leaves no room for the one token that vLLM samples when it "
+                f"scores; the context holds {self._config.context_tokens}",
+                metadata={"prompt_tokens": longest, "context_tokens": self._config.context_tokens},
+            )
         try:
             return await asyncio.gather(*(one(i, tokens) for i, tokens in enumerate(job.sequences)))
         except Exception as error:
@@ -173,6 +181,7 @@ class VllmEngine:
         if on_cpu:
             options |= {
                 "block_size": _CPU_BLOCK,
+                "distributed_executor_backend": "uni",
                 "kv_cache_memory_bytes": self._config.kv_cache_bytes or _CPU_CACHE_BYTES,
             }
         elif self._config.kv_cache_bytes:
