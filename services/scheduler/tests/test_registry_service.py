@@ -244,6 +244,10 @@ async def test_models_are_those_of_the_servers(start_rig: Any, make_slot: Any, m
     error = await refused(rig.jobs.CreateJob(request))
     assert error.reason == Reason.UNKNOWN_MODEL
     assert "they serve: some-model" in error.message
+    request = jobs_pb.CreateJobRequest(request_id="r", job=make_job(make_slot(engine="torch")))
+    error = await refused(rig.jobs.CreateJob(request))
+    assert error.reason == Reason.CANNOT_BE_SATISFIED
+    assert "has engine=torch; there are: engine=noop, dtype=float32, max_lora_rank=64" in error.message
     cluster = await rig.jobs.GetCluster(jobs_pb.GetClusterRequest())
     assert [(model.model, model.loaded) for model in cluster.models] == [("some-model", True)]
     assert list(cluster.trainer_engines) == ["noop"]

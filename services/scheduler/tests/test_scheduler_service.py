@@ -220,9 +220,10 @@ async def test_outcomes_are_checked(quiet: Any) -> None:
     await quiet.until(job.name, job_pb2.JOB_STATE_STARTING)
     request = pb.FinishJobRequest(name=job.name, request_id="f", outcome=job_pb2.JOB_STATE_RUNNING)
     assert (await refused(quiet.jobs.FinishJob(request))).reason == Reason.INVALID_FIELD
-    request = pb.FinishJobRequest(
-        name=job.name, request_id="f", outcome=job_pb2.JOB_STATE_FAILED, message="NaN"
-    )
+    request.outcome, request.message = job_pb2.JOB_STATE_FAILED, "x" * 10_001
+    error = await refused(quiet.jobs.FinishJob(request))
+    assert (error.reason, error.violations[0][0]) == (Reason.INVALID_FIELD, "message")
+    request.message = "NaN"
     done = (await quiet.jobs.FinishJob(request)).job
     assert (done.state, done.outcome_message, done.error.message) == (
         job_pb2.JOB_STATE_FAILED,

@@ -5,12 +5,10 @@ from dataclasses import replace
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.changes import check_attempt, job_of, note_progress
-from opentinker_scheduler.domain.names import SHA256, require, split, valid_id
+from opentinker_scheduler.domain.names import MAX_NAME, SHA256, check_text, require, split, valid_id
 from opentinker_scheduler.domain.records import Checkpoint, Fact, Policy, Version
 from opentinker_scheduler.ports import Transaction
 from opentinkerapi.runtime.reasons import Reason
-
-MAX_KEY = 1024
 
 
 class Catalog:
@@ -28,6 +26,7 @@ class Catalog:
                 Reason.INVALID_FIELD, f"{policy.name!r} is no policy name", field="policy.name"
             )
         _check_digest(sha256, "version_sha256")
+        check_text(policy.display_name, MAX_NAME, "policy.display_name")
         if policy.job_id:
             policy = replace(policy, project=job_of(tx, f"jobs/{policy.job_id}").project)
             check_attempt(tx, policy.job_id, attempt)
@@ -101,6 +100,7 @@ class Catalog:
             text = f"{checkpoint.id!r} is no checkpoint id"
             raise ServiceError(Reason.INVALID_FIELD, text, field="checkpoint.name")
         _check_digest(checkpoint.sha256, "checkpoint.sha256")
+        check_text(checkpoint.display_name, MAX_NAME, "checkpoint.display_name")
         self._check_holder(tx, policy, attempt)
         now = self._clock.now()
         checkpoint = replace(checkpoint, policy_id=policy.id, create_time=now)

@@ -19,11 +19,11 @@ from opentinker_scheduler.domain.model import (
     Role,
     SlotSpec,
 )
-from opentinker_scheduler.domain.names import new_id, require
+from opentinker_scheduler.domain.names import MAX_NAME, check_text, new_id, require
 from opentinker_scheduler.ports import ModelSource, Transaction
 from opentinkerapi.runtime.reasons import Reason
 
-MAX_DISPLAY_NAME = 200
+MAX_MESSAGE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,7 @@ class Jobs:
     async def admit(self, asked: NewJob) -> NewJob:
         """The job with everything filled in, or why it can never run here."""
         asked = replace(asked, lease_ttl_s=asked.lease_ttl_s or self._default_lease_s)
-        if len(asked.display_name) > MAX_DISPLAY_NAME:
-            text = f"display_name has {len(asked.display_name)} characters; at most {MAX_DISPLAY_NAME}"
-            raise ServiceError(Reason.INVALID_FIELD, text, field="job.display_name")
+        check_text(asked.display_name, MAX_NAME, "job.display_name")
         admission.check_job(asked.kind, asked.slots, asked.on_client_loss, asked.lease_ttl_s, asked.labels)
         completed: list[SlotSpec] = []
         for index, spec in enumerate(asked.slots):
@@ -99,6 +97,8 @@ class Jobs:
         """Queue an admitted job."""
         if new.run:
             self._check_run(tx, new.run)
+        if not self._offer.limits.can_launch:
+            admission.check_offered(new.slots, tx.servers.live())
         now = self._clock.now()
         job = Job(
             id=new_id(),
@@ -118,6 +118,7 @@ class Jobs:
         return add_job(tx, job, now)
 
     def finish(self, tx: Transaction, name: str, outcome: JobState, message: str) -> Job:
+        check_text(message, MAX_MESSAGE, "message")
         job = job_of(tx, name)
         now = self._clock.now()
         return save_job(tx, job, rules.finished(job, outcome, message, now), now)

@@ -10,7 +10,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import ObjectStore
 from opentinker_scheduler.application.blobs import blob_key, check_blob
 from opentinker_scheduler.application.changes import note_progress
-from opentinker_scheduler.domain.names import new_id, require
+from opentinker_scheduler.domain.names import MAX_NAME, check_text, new_id, require
 from opentinker_scheduler.domain.records import (
     Artifact,
     Blob,
@@ -28,6 +28,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_STATE_BYTES = 2 << 20
 MAX_METRIC_ROWS = 10_000
 MAX_METRICS = 1_000
+MAX_MEDIA_TYPE = 127
 _ARTIFACT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,254}")
 
 
@@ -42,6 +43,7 @@ class Runs:
         if len(run.config_json.encode()) > MAX_CONFIG_BYTES:
             text = f"config_json is over {MAX_CONFIG_BYTES} bytes"
             raise ServiceError(Reason.INVALID_FIELD, text, field="run.config_json")
+        check_text(run.display_name, MAX_NAME, "run.display_name")
         self._check_job(tx, run.job, "run.job")
         now = self._clock.now()
         return tx.runs.add(replace(run, id=new_id(), create_time=now, update_time=now))
@@ -123,6 +125,7 @@ class Runs:
                 f"{artifact.name!r} is no artifact name (at most 255 letters, digits, dots, dashes, slashes)"
             )
             raise ServiceError(Reason.INVALID_FIELD, text, field="artifact.name")
+        check_text(artifact.media_type, MAX_MEDIA_TYPE, "artifact.media_type")
         tx.runs.put_artifact(run.id, artifact)
 
     def _save(self, tx: Transaction, run: Run) -> Run:

@@ -1,7 +1,7 @@
 """What a job may ask for. Everything that can never work is refused here, by the name of the field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.domain.model import (
@@ -11,6 +11,7 @@ from opentinker_scheduler.domain.model import (
     JobKind,
     OnClientLoss,
     Role,
+    Server,
     ServerOptions,
     SlotSpec,
     Tuning,
@@ -151,6 +152,24 @@ def _context(asked: int, model: Model, offer: Offer, field: str) -> int:
         text = f"context_tokens {asked} is over the {model.context_tokens} tokens of {model.model_id}"
         raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
     return asked or (min(limit, model.context_tokens) if model.context_tokens > 0 else limit)
+
+
+def check_offered(slots: Sequence[SlotSpec], servers: Sequence[Server]) -> None:
+    """For servers that registered themselves: CANNOT_BE_SATISFIED where some of a slot's role and model are
+    there and none of them has the options asked for. While there is none, the right one may still come."""
+    for index, spec in enumerate(slots):
+        of_model = [s for s in servers if s.role is spec.role and s.base_model == spec.base_model]
+        if of_model and not any(server.options.accepts(spec.options) for server in of_model):
+            offers = "; ".join(sorted({describe(server.options) for server in of_model}))
+            which = f"{spec.role} server of {spec.base_model}"
+            text = f"no {which} has {describe(spec.options)}; there are: {offers}"
+            raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=f"job.slots[{index}].options")
+
+
+def describe(options: ServerOptions) -> str:
+    """The options that are set, for people."""
+    values = asdict(options).items()
+    return ", ".join(f"{name}={value}" for name, value in values if value) or "no options"
 
 
 def check_capacity(slots: Sequence[SlotSpec], limits: Limits) -> None:

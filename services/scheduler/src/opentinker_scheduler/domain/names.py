@@ -10,6 +10,17 @@ _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+MAX_NAME = 200
+"""Characters of a name for people."""
+
+
+def check_text(text: str, limit: int, field: str) -> None:
+    """INVALID_FIELD for a text of more characters than are kept."""
+    if len(text) > limit:
+        message = f"{field} has {len(text)} characters; at most {limit} are kept"
+        raise ServiceError(Reason.INVALID_FIELD, message, field=field)
+
+
 def new_id(prefix: str = "") -> str:
     """A fresh id of lower-case letters and digits, 80 bits of chance."""
     return f"{prefix}{secrets.token_hex(10)}"
