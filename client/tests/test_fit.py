@@ -306,6 +306,14 @@ def test_sampling_from_a_policy(doubles: World, policy: ot.Policy) -> None:
         policy.sample([1], n=0)
 
 
+def test_an_engine_that_dies_again_and_again_is_an_error(doubles: World, policy: ot.Policy) -> None:
+    """B107: a fault that no retry repairs reaches the user with its cause."""
+    doubles.inference.fail_after, doubles.inference.always_fails = 1, True
+    with pytest.raises(errors.Unavailable, match="the engine died"):
+        policy.sample([1, 2, 3], n=2).result()
+    assert len(doubles.inference.requests) == 4
+
+
 def test_the_loop_of_a_user(doubles: World, policy: ot.Policy) -> None:
     """The loop of the README, on a loop that is not the client's."""
     import asyncio

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 from client.tests.doubles.tokenizers import files
+from client.tests.doubles.trainer import abort
 
 from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.render import ChatTokenizer
 from opentinkerapi.runtime.tensors import pack_floats, pack_ids, unpack_ids
 
@@ -37,6 +39,7 @@ class InferenceDouble(InferenceServiceServicer):
         self.fetched = 0
         self.fail_after: int | None = None
         self.broken: set[str] = set()
+        self.always_fails = False
         self.before: Callable[[Any, Any], Any] | None = None
         self.context_tokens = 4096
         self.end = True

@@ -24,6 +24,9 @@ from opentinkerapi.runtime.tensors import pack_ids, unpack_floats
 
 ACK_BATCH = 512
 
+MAX_CRASHES = 3
+"""How often an engine may die under one request before the request is to blame."""
+
 
 class CompletionSource(Protocol):
     """What rollouts sample from: the port of the agent loop towards inference."""
@@ -67,6 +70,7 @@ class Sampler:
         Raises PromptTooLong, and whatever else the service refuses; waits where the server is away.
         """
         arrived: set[int] = set()
+        crashes = 0
         try:
             while len(arrived) < n:
                 link = await self._job.link(Role.INFERENCE)
@@ -88,6 +92,9 @@ class Sampler:
                             reason=errors.Reason.CONNECTION_LOST,
                         )
                 except (errors.Unavailable, errors.StaleAttempt) as error:
+                    crashes += error.reason == errors.Reason.ENGINE_CRASHED
+                    if crashes > MAX_CRASHES:
+                        raise
                     await self._job.recover(link, error)
                 except errors.Overloaded as error:
                     await asyncio.sleep(error.retry_after_s or PAUSE_S)
