@@ -25,6 +25,7 @@ from opentinker_trainer.application.dispatcher import Dispatcher
 from opentinker_trainer.application.engine_host import EngineHost
 from opentinker_trainer.application.executor import Executor
 from opentinker_trainer.application.holdings import Holdings
+from opentinker_trainer.application.patience import patiently
 from opentinker_trainer.application.publishing import Publisher
 from opentinker_trainer.application.recovery import Recovery
 from opentinker_trainer.application.store import PolicyStore
@@ -141,8 +142,6 @@ class TrainerServer:
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen, and load in the background; returns the bound port."""
-        if isinstance(self._objects, S3ObjectStore):
-            await self._objects.ensure_bucket()
         if isinstance(self._bus, NatsEventBus):
             self._bus.start()
         port = await self.server.start(install_signals=install_signals)
@@ -163,6 +162,8 @@ class TrainerServer:
 
     async def _load(self) -> None:
         try:
+            if isinstance(self._objects, S3ObjectStore):
+                await patiently(self._clock, self._objects.ensure_bucket)
             digest = await self._resolve()
             self._register(digest)
             engine = await self.host.engine()

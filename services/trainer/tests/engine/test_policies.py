@@ -256,6 +256,12 @@ def test_deferred_denominators_are_checked(shared_engine: TorchEngine) -> None:
         with pytest.raises(ServiceError, match=r"'main'|'else'"):
             shared_engine.optim_step("policies/d", STEP, given)
     assert shared_engine.optim_step("policies/d", STEP, {"main": 4.0}).step == 1
+    # Where every row was left out, too.
+    silent = [replace(row, weights=np.zeros(row.length, np.float32)) for row in ragged_batch()]
+    deferred = [replace(CE, denominator=None)]
+    output = shared_engine.forward_backward("policies/d", silent, deferred, skip_inert=True)
+    assert output.trained_tokens == 0
+    assert shared_engine.optim_step("policies/d", STEP, {"main": 4.0}).grad_norm == 0.0
 
 
 def test_adamw_equals_torch() -> None:

@@ -4,11 +4,13 @@ import asyncio
 import sys
 from pathlib import Path
 
+from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import EngineProcess
 from opentinker_trainer import wire
 from opentinker_trainer.domain.tuning import LinearLayer, LoraSpec
 from opentinker_trainer.ports import ModelInfo, Restored, Saved
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime.reasons import Reason
 
 MODULES = {"torch": "opentinker_trainer.engine", "noop": "opentinker_trainer.noop_engine"}
 """What `python -m` runs, by engine."""
@@ -43,13 +45,15 @@ class ProcessEngine:
         """The child's process id."""
         return self._process.pid
 
-    def log_tail(self) -> str:
-        """The end of what the child printed."""
-        return self._process.log_tail()
-
     async def start(self) -> ModelInfo:
         await self._process.start()
-        loaded = await self._process.call("Load", self._load, pb.TrainLoadResponse)
+        try:
+            loaded = await self._process.call("Load", self._load, pb.TrainLoadResponse)
+        except ServiceError as error:
+            if error.reason is not Reason.ENGINE_CRASHED:
+                raise
+            text = f"the engine died while it loaded; its log ends with: {self._process.log_tail(2000)}"
+            raise ServiceError(Reason.ENGINE_CRASHED, text) from error
         layers = {
             layer.name: LinearLayer(layer.count, layer.in_features, layer.out_features)
             for layer in loaded.linear_layers

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 KEEP_ALIVE_S = 10.0
 MAX_WAIT = timedelta(seconds=30)
 _EXPIRE_EVERY_S = 0.5
+_BODIES_IN_MEMORY = 64
+"""Of one policy; the log has the others when their turn comes."""
 
 
 class ByteBudget:
@@ -113,10 +115,7 @@ class Admission:
             await self._validate(logged)
         if policy.queue.reserve(entry, self._clock.monotonic()):
             # A caller that goes away does not stop its operation from being logged.
-            task = asyncio.create_task(self._log(policy, entry, logged))
-            policy.background.add(task)
-            task.add_done_callback(policy.background.discard)
-            await asyncio.shield(task)
+            await asyncio.shield(policy.begin(self._log(policy, entry, logged)))
         await self._acknowledgeable(policy, entry)
         operation = policy.operation(entry.seq)
         if operation is None:
@@ -176,7 +175,8 @@ class Admission:
         if policy.queue.entry(entry.seq) != entry:
             await self._forget(policy, [entry.seq])
             return
-        policy.bodies[entry.seq] = logged
+        if len(policy.bodies) < _BODIES_IN_MEMORY:
+            policy.bodies[entry.seq] = logged
         policy.queue.mark_logged(entry.seq, self._clock.monotonic())
         policy.changed.notify()
         self._holdings.work.notify()
@@ -190,6 +190,8 @@ class Admission:
             self._holdings.check_open()
             if policy.queue.entry(entry.seq) != entry:
                 next_seq = policy.queue.next_seq
+                if next_seq == entry.seq:
+                    raise ServiceError(Reason.STORAGE_UNAVAILABLE, "it could not be logged; send it again")
                 text = f"seq {entry.seq} waited for seq {next_seq}, which did not come; send that one first"
                 raise ServiceError(Reason.SEQ_GAP, text, metadata={"next_seq": next_seq})
             await policy.changed.wait()

@@ -58,7 +58,6 @@ class Dispatcher:
         self._store = store
         self._clock = clock
         self._recovery_every_steps = recovery_every_steps
-        self._engine: Engine | None = None
         self._last = ""
         self.turn = asyncio.Lock()
         """Held while a policy is worked on; whoever takes it finds every policy between two operations."""
@@ -67,8 +66,7 @@ class Dispatcher:
         """For ever. ServiceError if no engine can be started."""
         while True:
             engine = await self._host.engine()
-            if engine is not self._engine:
-                self._adopt(engine)
+            self._adopt(engine)
             policy = self._pick()
             if policy is None:
                 # Woken by new work; an engine that dies idle is found at the next look.
@@ -82,10 +80,11 @@ class Dispatcher:
 
     def _adopt(self, engine: Engine) -> None:
         """A new engine holds nothing yet."""
-        self._engine = engine
         for policy in self._holdings:
-            policy.applied_seq = None
-            policy.queue.interrupt()
+            if policy.holder is not engine:
+                policy.holder = engine
+                policy.applied_seq = None
+                policy.queue.interrupt()
 
     def _pick(self) -> HeldPolicy | None:
         """The next policy with something to do, after the one that had its turn."""
@@ -177,9 +176,7 @@ class Dispatcher:
         if running.crashes:
             await patiently(self._clock, lambda: self._store.mark_running(policy.name, running))
         ended = asyncio.Event()
-        mark = asyncio.create_task(self._mark(policy, running, ended))
-        policy.background.add(mark)
-        mark.add_done_callback(policy.background.discard)
+        policy.begin(self._mark(policy, running, ended))
         try:
             yield
         except ServiceError as error:

@@ -41,7 +41,7 @@ class EngineHost:
                     crashes += 1
                     if error.reason is not Reason.ENGINE_CRASHED or crashes >= _MAX_LOAD_CRASHES:
                         raise
-                    log.warning("the engine died while loading", crashes=crashes)
+                    log.warning("the engine died while loading", crashes=crashes, error=error.message)
                     await self._clock.sleep(_RESTART_S)
                     continue
                 self._engine = engine

@@ -1,8 +1,12 @@
 """A policy that this server holds: its order, its results, and where its engine state stands."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.policy_state import PolicyState
@@ -10,6 +14,8 @@ from opentinker_trainer.domain.queue import PolicyQueue
 from opentinker_trainer.domain.tuning import LoraSpec
 from opentinkerapi.engine.v1 import trainer_engine_pb2
 from opentinkerapi.trainer.v1 import operation_pb2
+
+log = structlog.get_logger()
 
 
 class Signal:
@@ -72,6 +78,8 @@ class HeldPolicy:
     """Version uploads under way, by the seq of their operation: the log is not cut beyond them."""
     background: set["asyncio.Task[None]"] = field(default_factory=set)
     changed: Signal = field(default_factory=Signal)
+    holder: object = None
+    """The engine that has its state; with another one it must be brought up again."""
     gone: ServiceError | None = None
     """Why this server does not hold it any more."""
 
@@ -101,6 +109,18 @@ class HeldPolicy:
         running = seq == self.queue.running
         state = operation_pb2.OPERATION_STATE_RUNNING if running else operation_pb2.OPERATION_STATE_QUEUED
         return operation_pb2.Operation(policy=self.name, seq=seq, request_id=entry.request_id, state=state)
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run work beside everything else, for as long as the policy is held."""
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("background work failed", policy=self.name, error=str(error))
 
     def acknowledge(self, acked_seq: int) -> None:
         """The client has results up to `acked_seq`."""

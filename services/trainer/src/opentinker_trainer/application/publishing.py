@@ -56,6 +56,7 @@ class Publisher:
         self._keep = keep
         self._upload_first = upload_first
         self._source = source
+        self._uploading: list[Path] = []
 
     async def publish(
         self, engine: Engine, policy: HeldPolicy, seq: int, number: int
@@ -140,30 +141,33 @@ class Publisher:
         self, policy: HeldPolicy, prefix: str, directory: Path, files: Iterable[StoredFile]
     ) -> None:
         seq = (policy.applied_seq or 0) + 1
-        task = asyncio.create_task(self._upload(prefix, directory, tuple(files)), name=f"upload {prefix}")
+        task = policy.begin(self._upload(prefix, directory, tuple(files)))
         policy.uploads[seq] = task
         task.add_done_callback(lambda _: policy.uploads.pop(seq, None))
 
     async def _upload(self, prefix: str, directory: Path, files: tuple[StoredFile, ...]) -> None:
-        while True:
-            try:
-                await self._store.upload(prefix, directory, await self._store.missing(prefix, files))
-                return
-            except ServiceError as error:
-                log.warning("upload of a version waits", prefix=prefix, reason=error.reason)
-                await self._clock.sleep(_RETRY_UPLOAD_S)
+        self._uploading.append(directory)
+        try:
+            while True:
+                try:
+                    await self._store.upload(prefix, directory, await self._store.missing(prefix, files))
+                    return
+                except ServiceError as error:
+                    log.warning("upload of a version waits", prefix=prefix, reason=error.reason)
+                    await self._clock.sleep(_RETRY_UPLOAD_S)
+        finally:
+            self._uploading.remove(directory)
 
     def _prune(self, policy: HeldPolicy) -> None:
-        """Keep the newest few on this host. What is not uploaded yet is among them or waits for its task."""
-        if policy.uploads and len(policy.uploads) >= self._keep:
-            return
+        """Keep the newest few on this host, and what is not uploaded yet."""
         folder = self._publish_dir / policy.id
         kept = sorted(
             (path for path in folder.iterdir() if not path.name.startswith(".")),
             key=lambda path: path.stat().st_mtime_ns,
         )
         for path in kept[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
+            if path not in self._uploading:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _facts(self, policy: HeldPolicy, number: int, directory: Path) -> dict[str, Any]:
         record = policy.record.policy

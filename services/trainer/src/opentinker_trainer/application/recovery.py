@@ -62,11 +62,7 @@ class Recovery:
         policy.recovery = RecoveryPoint(seq, policy.state, directory)
         policy.steps_at_recovery = policy.state.step
         names = [*saved.files, STATE_FILE, RESULTS_FILE]
-        task = asyncio.create_task(
-            self._upload(policy, policy.recovery, names, older), name=f"recovery {policy.name} {seq}"
-        )
-        policy.background.add(task)
-        task.add_done_callback(policy.background.discard)
+        policy.begin(self._upload(policy, policy.recovery, names, older))
 
     async def flush(self, policy: HeldPolicy) -> None:
         """Wait until everything of a policy that is on its way is in the object store."""
@@ -88,11 +84,15 @@ class Recovery:
         if record is None:
             raise ServiceError(Reason.POLICY_NOT_FOUND, f"there is no policy {name}")
         policy = HeldPolicy(record, lora_of(record.policy.tuning.lora), job, attempt)
-        kept = await self._newest(policy)
+        seqs = await self._store.recovery_seqs(name)
+        kept = await self._newest(policy, seqs)
         policy.results = {operation.seq: operation for operation in kept.operations}
         ended = policy.durable_seq
         operations = await self._store.read_log(name)
         known = {operation.seq for operation in operations}
+        if not known.issuperset(range(ended + 1, max(seqs, default=0) + 1)):
+            text = f"the recovery checkpoint of {name} is damaged, and the log before it is cut"
+            raise ServiceError(Reason.DIGEST_MISMATCH, text)
         end = ended
         while end + 1 in known:
             end += 1
@@ -134,9 +134,9 @@ class Recovery:
             )
         policy.state, policy.applied_seq = PolicyState(step=step), 0
 
-    async def _newest(self, policy: HeldPolicy) -> pb.KeptResults:
-        """Fetch the newest recovery checkpoint that is whole."""
-        for seq in await self._store.recovery_seqs(policy.name):
+    async def _newest(self, policy: HeldPolicy, seqs: list[int]) -> pb.KeptResults:
+        """Fetch the first of some recovery checkpoints that is whole."""
+        for seq in seqs:
             directory = self._folder(policy) / f"{seq:012d}"
             try:
                 await self._store.fetch_set(recovery_prefix(policy.name, seq), directory)

@@ -230,7 +230,7 @@ class Trainer:
             except BaseException:
                 await self._drop_from_engine(policy)
                 raise
-            policy.applied_seq = 0
+            policy.applied_seq, policy.holder = 0, engine
         if not await self._store.write_record(record):
             # Another server was faster; what it wrote is what was promised.
             return await self._recovery.load(name, request.job, request.attempt)

@@ -104,7 +104,9 @@ class Compute:
         scores = _empty_scores(samples)
         for index in set(_with_loss_tokens(samples)) - set(wanted):
             scores[index].skipped = True
-        output = BackwardOutput(_empty_sums(samples, components), {}, scores, {}, 0)
+        # A deferred component is there even where nothing contributes: OptimStep carries its denominator.
+        gradients: dict[str, Gradient] = {c.name: {} for c in components if c.denominator is None}
+        output = BackwardOutput(_empty_sums(samples, components), gradients, scores, {}, 0)
         for batch in plan(samples, wanted, self._plan):
             cut = layout(batch, samples)
             result = self._score(cut, samples, entropy=True)
@@ -179,7 +181,7 @@ class Compute:
         for number, (bucket, term) in enumerate(terms.items()):
             gradients = torch.autograd.grad(term, tensors, retain_graph=number + 1 < len(terms))
             kept = output.gradients.get(bucket)
-            if kept is None:
+            if not kept:
                 output.gradients[bucket] = dict(zip(names, gradients, strict=True))
             else:
                 for name, gradient in zip(names, gradients, strict=True):

@@ -52,7 +52,7 @@ class Policy:
         """Add one ForwardBackward's gradient. Until here a failing one has changed nothing."""
         for bucket, gradient in gradients.items():
             kept = self.gradients.get(bucket)
-            if kept is None:
+            if not kept:
                 self.gradients[bucket] = dict(gradient)
                 continue
             for name, value in gradient.items():

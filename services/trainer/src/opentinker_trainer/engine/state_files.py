@@ -76,6 +76,7 @@ def save_state(policy: Policy, base_model: str, directory: Path) -> list[str]:
         "steps": policy.steps,
         "consecutive_skips": policy.consecutive_skips,
         "optimizer_steps": policy.optimizer.steps,
+        "buckets": sorted(policy.gradients),
         "generator": base64.b64encode(policy.generator.get_state().numpy().tobytes()).decode(),
     }
     (directory / COUNTERS).write_text(json.dumps(counters, indent=2, sort_keys=True) + "\n")
@@ -93,7 +94,7 @@ def load_state(policy: Policy, directory: Path, *, weights_only: bool, drop_grad
     first: dict[str, Tensor] = {}
     second: dict[str, Tensor] = {}
     gradients: dict[str, dict[str, Tensor]] = {}
-    counters: dict[str, Any] = {"steps": 0, "consecutive_skips": 0, "optimizer_steps": 0}
+    counters: dict[str, Any] = {"steps": 0, "consecutive_skips": 0, "optimizer_steps": 0, "buckets": []}
     if not weights_only:
         if not (directory / COUNTERS).exists():
             text = "this checkpoint holds weights only; restore it with weights_only"
@@ -102,7 +103,7 @@ def load_state(policy: Policy, directory: Path, *, weights_only: bool, drop_grad
         moments = _load(directory / OPTIMIZER)
         first, second = _part(moments, "first"), _part(moments, "second")
         saved = {} if drop_gradient else _load(directory / GRADIENT)
-        buckets = {key.partition(_SEPARATOR)[0] for key in saved}
+        buckets = [] if drop_gradient else counters["buckets"]
         gradients = {bucket: _part(saved, bucket) for bucket in buckets}
         for tensors in (first, second, *gradients.values()):
             if tensors:

@@ -1,0 +1,103 @@
+"""An engine of a few lines, to see what the front makes of crashes, faults and divergence."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from opentinker_kit.errors import ServiceError
+from opentinker_kit.objects import MemoryObjectStore, ObjectInfo
+from opentinker_trainer.domain.tuning import LinearLayer, LoraSpec
+from opentinker_trainer.ports import ModelInfo, Restored, Saved
+from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.trainer.v1 import operation_pb2
+
+NOW = timedelta()
+
+
+class FakeEngine:
+    """State is the list of what happened; `interfere` is asked before each call."""
+
+    def __init__(self, interfere: Callable[[str], None] = lambda _: None) -> None:
+        self._interfere = interfere
+        self.history: dict[str, list[str]] = {}
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def _enter(self, what: str) -> None:
+        try:
+            self._interfere(what)
+        except ConnectionError:
+            if not self.exited.done():
+                self.exited.set_result(-9)
+        if self.exited.done():
+            raise ServiceError(Reason.ENGINE_CRASHED)
+
+    async def start(self) -> ModelInfo:
+        return ModelInfo(512, 128, {"q_proj": LinearLayer(1, 8, 8)})
+
+    async def create_policy(self, policy: str, spec: LoraSpec, seed: int) -> None:
+        self._enter("create")
+        self.history[policy] = [f"seed {seed}"]
+
+    async def drop_policy(self, policy: str) -> None:
+        self.history.pop(policy, None)
+
+    async def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
+        self._enter("forward")
+        return pb.TrainForwardResponse()
+
+    async def forward_backward(
+        self, request: pb.TrainForwardBackwardRequest
+    ) -> pb.TrainForwardBackwardResponse:
+        self._enter("forward_backward")
+        self.history[request.policy].append(f"gradient of {len(request.samples)}")
+        return pb.TrainForwardBackwardResponse()
+
+    async def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
+        self._enter("optim_step")
+        self.history[request.policy].append("step")
+        count = self.history[request.policy].count("step")
+        return pb.TrainOptimStepResponse(result=operation_pb2.OptimStepResult(step=count))
+
+    async def save(self, policy: str, directory: Path, *, adapter_only: bool) -> Saved:
+        self._enter("save")
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "weights").write_text(json.dumps(self.history[policy]))
+        return Saved(("weights",), NOW)
+
+    async def restore(
+        self, policy: str, directory: Path, *, weights_only: bool, drop_gradient: bool
+    ) -> Restored:
+        self._enter("restore")
+        self.history[policy] = json.loads((directory / "weights").read_text())
+        return Restored(self.history[policy].count("step"), NOW)
+
+    async def close(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(0)
+
+
+class FlakyStore(MemoryObjectStore):
+    """An object store that can be away; `away` says for which keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: Callable[[str], bool] = lambda _: False
+
+    def _check(self, key: str) -> None:
+        if self.away(key):
+            raise ServiceError(Reason.STORAGE_UNAVAILABLE)
+
+    async def put(self, key: str, data: bytes | Path, content_type: str | None = None) -> ObjectInfo:
+        self._check(key)
+        return await super().put(key, data, content_type)
+
+    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+        self._check(key)
+        return await super().put_if_absent(key, data)
+
+    async def get(self, key: str) -> bytes:
+        self._check(key)
+        return await super().get(key)
