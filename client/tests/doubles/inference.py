@@ -56,12 +56,8 @@ class InferenceDouble(InferenceServiceServicer):
         )
         for index in range(request.n):
             breaks = self.fail_after is not None and index >= self.fail_after
-            if breaks and request.request_id not in self.broken:
+            if breaks and (self.always_fails or request.request_id not in self.broken):
                 self.broken.add(request.request_id)
-                from client.tests.doubles.trainer import abort
-
-                from opentinkerapi.runtime.reasons import Reason
-
                 await abort(context, Reason.ENGINE_CRASHED, "the engine died")
             await asyncio.sleep(0)
             response = inference_service_pb2.SampleResponse(
