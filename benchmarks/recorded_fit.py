@@ -53,9 +53,7 @@ class Lines(ot.Callback):
         timings = {
             name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing_s/" in name
         }
-        sys.stdout.write(
-            json.dumps({"fit_step": step - 1, "rows": metrics.get("rows/trained"), **timings})
-        )
+        sys.stdout.write(json.dumps({"fit_step": step - 1, "rows": metrics.get("rows/trained"), **timings}))
         sys.stdout.write("\n")
         sys.stdout.flush()
 
