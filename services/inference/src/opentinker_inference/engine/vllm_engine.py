@@ -6,6 +6,7 @@ and weights change only while generation is paused and with every cache cleared.
 """
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from opentinker_inference.domain.sampling import (
     SampleJob,
     ScoreJob,
     StopReason,
+    not_finite,
 )
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
@@ -33,6 +35,8 @@ log = structlog.get_logger()
 _WORKER = "opentinker_inference.engine.vllm_worker.MergingWorker"
 _CPU_BLOCK = 32
 """Smallest block on CPU; prompts share a cached prefix only in whole blocks."""
+_CPU_BATCH_TOKENS = 8192
+"""Prompt tokens that one step may take in; at least the context, for no prompt is split."""
 _CPU_CACHE_BYTES = 1 << 30
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _DEFAULT_ROWS = 256
@@ -183,6 +187,9 @@ class VllmEngine:
                 "block_size": _CPU_BLOCK,
                 "distributed_executor_backend": "uni",
                 "kv_cache_memory_bytes": self._config.kv_cache_bytes or _CPU_CACHE_BYTES,
+                # After a partial prefill vLLM rewinds the request's generator; CPU generators cannot be.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(self._config.context_tokens, _CPU_BATCH_TOKENS),
             }
         elif self._config.kv_cache_bytes:
             options["kv_cache_memory_bytes"] = self._config.kv_cache_bytes
@@ -310,6 +317,9 @@ def _completion(job: SampleJob, index: int, output: Any) -> Completion:
             reason = job.reason_for(ids[-1]) or StopReason.STOP
     elif output.finish_reason != "length":
         raise ServiceError(Reason.INTERNAL, f"vLLM ended a completion with {output.finish_reason!r}")
+    logprobs = tuple(entries[token].logprob for token, entries in zip(ids, by_token, strict=True))
+    if not all(map(math.isfinite, logprobs)):
+        raise not_finite(job.weights)
     top_ids, top_logprobs = [], []
     if job.params.top_logprobs:
         for entries in by_token:
@@ -321,7 +331,7 @@ def _completion(job: SampleJob, index: int, output: Any) -> Completion:
     return Completion(
         index=index,
         token_ids=ids,
-        logprobs=tuple(entries[token].logprob for token, entries in zip(ids, by_token, strict=True)),
+        logprobs=logprobs,
         stop_reason=reason,
         matched_stop=matched,
         top_ids=tuple(top_ids),
