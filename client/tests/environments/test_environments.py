@@ -34,6 +34,7 @@ from opentinker.environments import (
 from opentinker.environments.builtin import Arithmetic, GuessNumber
 from opentinker.environments.builtin.arithmetic import last_integer
 from opentinker.environments.rewards import total
+from opentinkerapi.runtime.errors import InvalidArgument
 
 
 def test_defining_an_environment_imports_no_grpc_numpy_or_torch() -> None:
@@ -167,8 +168,13 @@ async def test_classes_that_cannot_be_played_are_refused() -> None:
     for wrong in (GuessNumber(), int, None):
         with pytest.raises(EnvironmentDefinitionError):
             await environment_source(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidOptions, match="allowed: low, high, max_guesses"):
-        await environment_source(GuessNumber, {"hihg": 3})
+    for options, message in (
+        ({"hihg": 3}, "allowed: low, high, max_guesses"),
+        ({"low": 9, "high": 3}, "low <= high"),
+    ):
+        with pytest.raises(InvalidArgument, match=message) as raised:
+            await environment_source(GuessNumber, options)
+        assert raised.value.field == "env_options"
     with pytest.raises(InvalidOptions, match="low <= high"):
         GuessNumber(low=5, high=3)
 

@@ -11,7 +11,6 @@ from opentinker.environments.base import (
     EnvironmentClass,
     EnvironmentInfo,
     Task,
-    check_options,
     describe,
     make,
 )
@@ -62,7 +61,7 @@ class LocalEnvironment:
     ) -> None:
         self.info = describe(cls)
         self._options = dict(options or {})
-        check_options(cls, self._options)
+        _try_options(cls, self._options)
         self._cls = cls
         self._step_timeout_s = step_timeout_s
 
@@ -93,6 +92,14 @@ class LocalEnvironment:
         """Nothing outlives the sessions here."""
 
 
+def _try_options(cls: EnvironmentClass, options: Mapping[str, Any]) -> None:
+    """InvalidArgument, as a host would answer, if the environment does not take the options."""
+    try:
+        make(cls, options)
+    except ValueError as error:
+        raise typed_error(Reason.INVALID_FIELD, str(error), field="env_options") from error
+
+
 async def environment_source(
     env: EnvironmentSpec,
     options: Mapping[str, Any] | None = None,
@@ -104,8 +111,8 @@ async def environment_source(
     """The source for what a user passed as `env`.
 
     A class is played here; a string names an environment of the env_host behind `channel`. Raises
-    EnvironmentDefinitionError and InvalidOptions for a class that cannot be played, UnknownEnvironment
-    (listing what is hosted) for a name.
+    EnvironmentDefinitionError for a class that cannot be played, InvalidArgument for options,
+    UnknownEnvironment (listing what is hosted) for a name.
     """
     if not isinstance(env, str):
         return LocalEnvironment(env, options, step_timeout_s=step_timeout_s)
