@@ -102,6 +102,7 @@ async def test_a_pid_that_was_given_to_someone_else_is_not_ours(folder: Path) ->
 async def test_one_id_with_another_start_time_is_ended(folder: Path) -> None:
     first = Watch(folder)
     started = await first.launcher.start(server())
+    await child_of(folder, "s1")
     first.launcher.close()
     second = Watch(folder)
     recorded = replace(started.recorded(server()), pid_start=started.pid_start - 100)
