@@ -42,10 +42,11 @@ class VllmContract(EngineContract):
     mode = ""
 
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
     async def started(
-        self, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+        cls, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
-        client = make_client(tiny_model_dir, tmp_path_factory.mktemp("vllm") / "engine.log", self.mode)
+        client = make_client(tiny_model_dir, tmp_path_factory.mktemp("vllm") / "engine.log", cls.mode)
         try:
             yield client, await client.start()
         finally:

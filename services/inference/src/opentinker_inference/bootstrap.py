@@ -58,6 +58,7 @@ class InferenceServer:
         self.server: KitServer
         self.engine: SupervisedEngine
         self.domain: InferenceDomain
+        self._store: ObjectVersionStore
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Resolve the model, listen, begin to start the engine; returns the port. ServiceError if the model
@@ -74,18 +75,20 @@ class InferenceServer:
         tokenizer = ModelTokenizer(model.path)
         config = engine_config(settings, model)
         self.engine = SupervisedEngine(lambda: self._client(config))
+        self._store = ObjectVersionStore(
+            self._objects,
+            settings.state_dir / "versions",
+            model_dir=model.path,
+            base_digest=model.digest,
+            max_rank=settings.max_lora_rank,
+            validate=settings.engine != "noop",
+        )
+        await asyncio.to_thread(self._store.clean_up)
         self.domain = InferenceDomain(
             base_model=settings.base_model,
             end_token_ids=tokenizer.end_token_ids,
             engine=self.engine,
-            store=ObjectVersionStore(
-                self._objects,
-                settings.state_dir / "versions" / str(os.getpid()),
-                model_dir=model.path,
-                base_digest=model.digest,
-                max_rank=settings.max_lora_rank,
-                validate=settings.engine != "noop",
-            ),
+            store=self._store,
             clock=SystemClock(),
             max_pending=settings.max_pending_requests,
         )
@@ -128,6 +131,7 @@ class InferenceServer:
             await self._registration.stop()
         await self.engine.close()
         await self._events.close()
+        await asyncio.to_thread(self._store.clean_up)
 
     def _client(self, config: EngineConfig) -> EngineClient:
         process = EngineProcess(

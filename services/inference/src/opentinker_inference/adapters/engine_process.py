@@ -237,5 +237,5 @@ class SupervisedEngine:
 
 
 def _worth_trying_again(error: Exception) -> bool:
-    """A missing package or an option that no engine takes will not be there next time either."""
-    return not isinstance(error, ServiceError) or error.reason in (Reason.ENGINE_CRASHED, Reason.INTERNAL)
+    """A child that died may live next time. One that answered with an error would answer so again."""
+    return not isinstance(error, ServiceError) or error.reason is Reason.ENGINE_CRASHED

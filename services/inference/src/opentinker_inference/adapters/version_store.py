@@ -65,7 +65,7 @@ class ObjectVersionStore:
     ) -> None:
         """`validate=False` is for engines without a model, which take anything."""
         self._objects = objects
-        self._cache_dir = cache_dir
+        self._cache_dir = cache_dir / str(os.getpid())
         self._model_dir = model_dir
         self._base_digest = base_digest
         self._max_rank = max_rank
@@ -75,6 +75,14 @@ class ObjectVersionStore:
         self._fetched: OrderedDict[str, Path | None] = OrderedDict()
         self._running: dict[str, asyncio.Task[Path | None]] = {}
         self._policies: set[str] = set()
+
+    def clean_up(self) -> None:
+        """Remove what this process brought here, and what servers left that are gone."""
+        if not self._cache_dir.parent.is_dir():
+            return
+        for left in self._cache_dir.parent.iterdir():
+            if left.name == str(os.getpid()) or not Path(f"/proc/{left.name}").exists():
+                shutil.rmtree(left, ignore_errors=True)
 
     def knows(self, policy: str) -> bool:
         return policy in self._policies

@@ -175,16 +175,17 @@ class RequestBook:
         if now - self._swept_at < _SWEEP_S:
             return
         self._swept_at = now
-        done = [(request_id, call) for request_id, call in self._calls.items() if call.finished]
-        for request_id, call in done:
-            if call.acknowledged or now - (call.finished_at or now) > KEEP_S:
-                del self._calls[request_id]
-        kept = sorted((call.finished_at or now, key) for key, call in self._calls.items() if call.finished)
+        done = sorted(
+            (call.finished_at, request_id)
+            for request_id, call in self._calls.items()
+            if call.finished_at is not None
+        )
         total = sum(_tokens(call) for call in self._calls.values())
-        for _, request_id in kept:
-            if total <= MAX_KEPT_TOKENS:
-                return
-            total -= _tokens(self._calls.pop(request_id))
+        for finished_at, request_id in done:
+            call = self._calls[request_id]
+            if call.acknowledged or now - finished_at > KEEP_S or total > MAX_KEPT_TOKENS:
+                del self._calls[request_id]
+                total -= _tokens(call)
 
 
 def _tokens(call: SampleCall) -> int:

@@ -150,6 +150,12 @@ class EngineInfo:
     pid: int = 0
 
 
+def not_finite(weights: str) -> ServiceError:
+    """What a request is told when the model's output is NaN: such a token must never be trained on."""
+    name = f"weights {weights}" if weights else "the base model"
+    return ServiceError(Reason.INVALID_WEIGHTS, f"{name} gave logprobs that are not finite")
+
+
 def cut_at_stop(text: str, matched_stop: str, include_stop: bool) -> str:
     """Decoded text of a completion without the stop string that ended it, and what came with its tokens."""
     at = text.find(matched_stop) if matched_stop else -1

@@ -8,6 +8,7 @@ gives each row a batch of its own).
 Single-threaded: `submit`, `cancel` and `step` are called from one thread.
 """
 
+import math
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ from opentinker_inference.domain.sampling import (
     SampleEvent,
     SampleJob,
     StopReason,
+    not_finite,
 )
 from opentinker_inference.engine.kv import MIN_ROWS, Slab, capacity_for
 from opentinker_inference.engine.model import DeterministicModel
 from opentinker_inference.engine.rows import Pick, RowSampler
 from opentinker_inference.engine.text import StopStrings, Text
+from opentinker_kit.errors import ServiceError
 
 _PREFIX_BYTES = 256 << 20
 
@@ -64,6 +67,7 @@ class _Prefix:
     scores: tuple[float, ...]
 
 
+_Events = list[tuple[str, SampleEvent | ServiceError]]
 _SlabKey = tuple[str, int, int]
 """Weights, capacity, and in solo mode the row's own number."""
 
@@ -107,9 +111,9 @@ class Batcher:
         for key in [key for key in self._prefixes if weights is None or key[0] == weights]:
             del self._prefixes[key]
 
-    def step(self) -> list[tuple[str, SampleEvent]]:
+    def step(self) -> list[tuple[str, SampleEvent | ServiceError]]:
         """Run at most one new prompt, and one decoding step of every batch."""
-        events: list[tuple[str, SampleEvent]] = []
+        events: list[tuple[str, SampleEvent | ServiceError]] = []
         self._admit(events)
         for key in list(self._slabs):
             self._decode(key, events)
@@ -117,7 +121,7 @@ class Batcher:
 
     # Prompts
 
-    def _admit(self, events: list[tuple[str, SampleEvent]]) -> None:
+    def _admit(self, events: _Events) -> None:
         ran_prompt = False
         while self._waiting and sum(len(rows) for _, rows in self._slabs.values()) < self._max_rows:
             owner, index = self._waiting[0]
@@ -181,7 +185,7 @@ class Batcher:
         if not rows:
             del self._slabs[key]
 
-    def _decode(self, key: _SlabKey, events: list[tuple[str, SampleEvent]]) -> None:
+    def _decode(self, key: _SlabKey, events: _Events) -> None:
         slab, rows = self._slabs[key]
         for place in reversed(range(len(rows))):
             if rows[place].owner.cancelled:
@@ -203,10 +207,14 @@ class Batcher:
                 self._take_out(key, place)
                 self._place(row, cache)
 
-    def _extend(self, row: _Row, logits: torch.Tensor, events: list[tuple[str, SampleEvent]]) -> bool:
+    def _extend(self, row: _Row, logits: torch.Tensor, events: _Events) -> bool:
         """Sample the row's next token; True if that ended it."""
         job = row.owner.job
         pick = row.sampler.pick(logits)
+        if not math.isfinite(pick.logprob):
+            self.cancel(job.request_id)
+            events.append((job.request_id, not_finite(job.weights)))
+            return True
         row.ids.append(pick.token_id)
         row.picks.append(pick)
         reason = job.reason_for(pick.token_id)

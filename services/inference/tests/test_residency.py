@@ -1,0 +1,166 @@
+"""Which weights are resident: nothing is mixed, nobody starves, what fails is told to those who asked."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
+from opentinker_inference.domain.versions import BASE, ModelRef
+from opentinker_kit.errors import ServiceError
+from opentinkerapi.runtime.reasons import Reason
+
+
+def version(number: int, policy: str = "policies/p") -> ModelRef:
+    return ModelRef(policy=policy, version=number)
+
+
+class FakeEngine:
+    """Knows what is loaded and that nothing changes under a running request."""
+
+    def __init__(self, *, merged: bool, capacity: int = 3) -> None:
+        self.loaded = {""}
+        self.merged = merged
+        self.capacity = capacity
+        self.running: list[str] = []
+        self.loads: list[str] = []
+        self.broken: set[str] = set()
+
+    async def fetch(self, ref: ModelRef) -> Path | None:
+        await asyncio.sleep(0)
+        if ref.key in self.broken:
+            raise ServiceError(Reason.VERSION_NOT_FOUND)
+        return None if ref.is_base else Path(ref.key)
+
+    async def load(self, key: str, directory: Path | None) -> float:
+        await asyncio.sleep(0.001)
+        if self.merged:
+            assert not self.running, "swapped under running requests"
+            self.loaded = {key}
+        self.loaded.add(key)
+        assert len(self.loaded - {""}) <= self.capacity
+        self.loads.append(key)
+        return 0.5
+
+    async def unload(self, key: str) -> None:
+        assert key not in self.running
+        self.loaded.discard(key)
+
+    def residency(self) -> Residency:
+        if self.merged:
+            return MergedResidency(self.fetch, self.load)
+        return AdapterResidency(self.fetch, self.load, self.unload, self.capacity)
+
+    async def run(self, key: str, seconds: float) -> None:
+        self.running.append(key)
+        await asyncio.sleep(seconds)
+        assert key in self.loaded
+        if self.merged:
+            assert set(self.running) == {key}
+        self.running.remove(key)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+async def test_random_requests_are_never_mixed_and_all_end(merged: bool) -> None:
+    engine = FakeEngine(merged=merged)
+    residency = engine.residency()
+    chance = random.Random(1)
+    refs = [BASE, *(version(n) for n in range(6))]
+
+    async def one() -> None:
+        await asyncio.sleep(chance.random() * 0.2)
+        ref = chance.choice(refs)
+        if chance.random() < 0.1:
+            task = asyncio.create_task(use(ref))
+            await asyncio.sleep(0.002)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            await use(ref)
+
+    async def use(ref: ModelRef) -> None:
+        async with residency.use(ref) as key:
+            assert key == ref.key
+            try:
+                await engine.run(key, chance.random() * 0.005)
+            except asyncio.CancelledError:
+                engine.running.remove(key)
+                raise
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(one() for _ in range(200)))
+    assert residency.waiting() == 0
+    assert all(users == 0 for _, users in residency.loaded())
+
+
+async def test_merged_waiters_go_in_order_and_together() -> None:
+    engine = FakeEngine(merged=True)
+    residency = engine.residency()
+    order: list[str] = []
+
+    async def one(ref: ModelRef) -> None:
+        async with residency.use(ref) as key:
+            order.append(key)
+            await engine.run(key, 0.01)
+
+    tasks = [asyncio.create_task(one(BASE))]
+    for ref in (version(1), BASE, version(2), version(1), BASE):
+        await asyncio.sleep(0.001)
+        tasks.append(asyncio.create_task(one(ref)))
+    await asyncio.gather(*tasks)
+    one_key, two_key = version(1).key, version(2).key
+    assert order == ["", one_key, one_key, "", "", two_key]
+    assert engine.loads == [one_key, "", two_key]
+
+
+async def test_a_second_policy_is_refused_only_while_the_first_is_sampled() -> None:
+    engine = FakeEngine(merged=True)
+    residency = engine.residency()
+    other = version(1, "policies/q")
+    async with residency.use(version(1)):
+        with pytest.raises(ServiceError) as caught:
+            await residency.load(other)
+        assert caught.value.reason is Reason.MERGED_ONE_VERSION
+    assert await residency.load(other) == 0.5
+    assert await residency.load(other) == 0.0
+
+
+@pytest.mark.parametrize("merged", [True, False])
+async def test_a_version_that_does_not_load_fails_its_requests_alone(merged: bool) -> None:
+    engine = FakeEngine(merged=merged)
+    residency = engine.residency()
+    engine.broken.add(version(1).key)
+
+    async def one(ref: ModelRef) -> str:
+        async with residency.use(ref) as key:
+            await engine.run(key, 0.005)
+            return key
+
+    results = await asyncio.gather(*(one(version(n)) for n in (0, 1, 2, 1)), return_exceptions=True)
+    assert [isinstance(result, ServiceError) for result in results] == [False, True, False, True]
+    engine.broken.clear()
+    assert await one(version(1)) == version(1).key
+
+
+async def test_after_a_restart_everything_is_loaded_again() -> None:
+    for merged in (True, False):
+        engine = FakeEngine(merged=merged)
+        residency = engine.residency()
+        await residency.load(version(1))
+        engine.loaded = {""}
+        residency.reset()
+        async with residency.use(version(1)) as key:
+            await engine.run(key, 0)
+        assert engine.loads == [version(1).key] * 2
+
+
+async def test_unload() -> None:
+    engine = FakeEngine(merged=False)
+    residency = engine.residency()
+    await residency.load(version(1))
+    await residency.unload(version(1))
+    assert engine.loaded == {""}
+    with pytest.raises(ServiceError) as caught:
+        await residency.unload(version(1))
+    assert caught.value.reason is Reason.VERSION_NOT_FOUND
