@@ -93,9 +93,10 @@ def run_demo(
         console.print(
             f"reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}, held-out "
             f"{summary['eval_before']:.3f} -> {summary['eval_after']:.3f} in {summary['seconds']:.0f} s; "
-            f"played again: {played.reward:.3f} over {played.episodes} episodes"
+            f"played again: {played.reward:.3f} over {played.episodes} episodes",
+            soft_wrap=True,
         )
-        console.print(f"saved {out / 'metrics.jsonl'}, {out / 'reward.png'}, {out / 'result.json'}")
+        console.print(f"saved {out}/metrics.jsonl, reward.png and result.json", soft_wrap=True)
     return summary
 
 

@@ -46,6 +46,6 @@ def watcher(progress: bool | None) -> Say | None:
             from rich.console import Console
 
             console = Console(stderr=True, highlight=False)
-        console.print(f"[dim]job {text}[/dim]")
+        console.print(f"job {text}", style="dim", soft_wrap=True)
 
     return say

@@ -96,7 +96,7 @@ class Table:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text)
+        self._console.print(text, soft_wrap=True)
 
     def stop(self) -> None:
         """Leave the last state on the screen."""
@@ -110,8 +110,8 @@ class Table:
             return
         if not self._headed:
             self._headed = True
-            self._console.print("  ".join(f"{name:>9}" for name in COLUMNS))
-        self._console.print("  ".join(f"{cell:>9}" for cell in row))
+            self._console.print(" ".join(f"{name:>9}" for name in COLUMNS), soft_wrap=True)
+        self._console.print(" ".join(f"{cell:>9}" for cell in row), soft_wrap=True)
 
     def _render(self) -> Any:
         from rich.table import Table as RichTable
