@@ -11,7 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.results import Result, interval_of_median, paired
@@ -21,6 +22,9 @@ DROPPED = 2
 MODEL = "smollm2-135m-instruct"
 RECORDING = Path(__file__).parent / "data" / "rollouts.json"
 TIMEOUT_S = 600
+
+Measure = Callable[[str], list[dict[str, float]]]
+"""Figures of each step, from a run in the folder of this name."""
 
 
 def _lines(module: str, key: str, *arguments: str) -> list[dict[str, float]]:
@@ -41,9 +45,14 @@ def _median(rows: list[dict[str, float]], name: str) -> float:
     return statistics.median(row[name] for row in rows)
 
 
-def _fit(directory: str, *options: str) -> list[dict[str, float]]:
-    arguments = ("--model", MODEL, "--recording", str(RECORDING), "--work-dir", directory)
-    return _lines("recorded_fit", "fit_step", *arguments, *options)
+def _fit(directory: str, *, noop: bool = False) -> list[dict[str, float]]:
+    arguments = ["--model", MODEL, "--recording", str(RECORDING), "--work-dir", directory]
+    return _lines("recorded_fit", "fit_step", *arguments, *(["--noop"] if noop else []))
+
+
+def _plain(model_dir: Path, directory: str) -> list[dict[str, float]]:
+    arguments = ("--model-dir", str(model_dir), "--recording", str(RECORDING), "--work-dir", directory)
+    return _lines("plain_loop", "plain_step", *arguments)
 
 
 def run() -> Iterable[Result]:
@@ -53,19 +62,13 @@ def run() -> Iterable[Result]:
     ours: list[list[dict[str, float]]] = []
     plain: list[list[dict[str, float]]] = []
     noop: list[list[dict[str, float]]] = []
+    measures: list[tuple[list[list[dict[str, float]]], Measure]] = [
+        (ours, _fit),
+        (plain, partial(_plain, model_dir)),
+        (noop, partial(_fit, noop=True)),
+    ]
     for _ in range(PAIRS):
-        for rows, measure in (
-            (ours, lambda directory: _fit(directory)),
-            (
-                plain,
-                lambda directory: _lines(
-                    "plain_loop",
-                    "plain_step",
-                    *("--model-dir", str(model_dir), "--recording", str(RECORDING), "--work-dir", directory),
-                ),
-            ),
-            (noop, lambda directory: _fit(directory, "--noop")),
-        ):
+        for rows, measure in measures:
             with tempfile.TemporaryDirectory(prefix="ot-overhead-") as directory:
                 rows.append(measure(directory))
             sys.stderr.write(f"{rows[-1]}\n")
