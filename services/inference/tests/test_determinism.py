@@ -24,7 +24,14 @@ def outcome(completions: dict[int, Completion]) -> Outcome:
 
 async def started(model_dir: Path, threads: int, adapters: dict[str, Path]) -> TransformersEngine:
     engine = TransformersEngine(
-        EngineConfig("transformers", model_dir, context_tokens=2048, threads=threads, max_rows=24)
+        EngineConfig(
+            "transformers",
+            model_dir,
+            context_tokens=2048,
+            threads=threads,
+            max_rows=24,
+            kv_cache_bytes=2 << 20,  # a few rows at a time: who waits for whom may not matter either
+        )
     )
     await engine.start()
     for key, path in adapters.items():

@@ -58,7 +58,7 @@ class InferenceDomain:
         self._clock = clock
         self._max_pending = max_pending
         self._residency: Residency | None = None
-        self._scores = itertools.count()
+        self._runs = itertools.count()
         self._draining = False
         engine.on_started(self._engine_started)
 
@@ -131,7 +131,7 @@ class InferenceDomain:
             await self._engine.wait_started()
             try:
                 async with self.residency.use(model) as key:
-                    job = ScoreJob(f"score-{next(self._scores)}", key, sequences, temperature)
+                    job = ScoreJob(f"score-{next(self._runs)}", key, sequences, temperature)
                     return await self._engine.score(job)
             except ServiceError as error:
                 _raise_unless_again(error, tries)
@@ -245,7 +245,8 @@ class InferenceDomain:
             if not call.missing:
                 return
             job = SampleJob(
-                request_id=call.spec.request_id,
+                # A name of its own for each try: the engine may still be ending an earlier one.
+                request_id=f"{call.spec.request_id}#{next(self._runs)}",
                 weights=key,
                 prompt=call.spec.prompt,
                 indices=call.missing,

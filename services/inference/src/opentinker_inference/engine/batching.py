@@ -75,10 +75,12 @@ _SlabKey = tuple[str, int, int]
 class Batcher:
     """Turns submitted jobs into events, a bit of work at a time."""
 
-    def __init__(self, model: DeterministicModel, text: Text, max_rows: int) -> None:
+    def __init__(self, model: DeterministicModel, text: Text, max_rows: int, cache_bytes: int) -> None:
+        """At most `max_rows` rows decode at once, and as many as `cache_bytes` hold at their full length."""
         self._model = model
         self._text = text
         self._max_rows = max_rows
+        self._cache_bytes = cache_bytes
         self._waiting: deque[tuple[_Job, int]] = deque()
         self._slabs: dict[_SlabKey, tuple[Slab, list[_Row]]] = {}
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], _Prefix] = OrderedDict()
@@ -123,11 +125,13 @@ class Batcher:
 
     def _admit(self, events: _Events) -> None:
         ran_prompt = False
-        while self._waiting and sum(len(rows) for _, rows in self._slabs.values()) < self._max_rows:
+        while self._waiting:
             owner, index = self._waiting[0]
             if owner.cancelled:
                 self._waiting.popleft()
                 continue
+            if not self._has_room(owner.job):
+                return
             prefix, cached = self._prefix(owner.job, may_run=not ran_prompt)
             if prefix is None:
                 return
@@ -140,6 +144,16 @@ class Batcher:
             row = self._new_row(owner, index)
             if not self._extend(row, prefix.logits, events):
                 self._place(row, prefix.cache)
+
+    def _has_room(self, job: SampleJob) -> bool:
+        active = [row.owner.job for _, rows in self._slabs.values() for row in rows]
+        if not active:
+            return True
+        needed = sum(map(self._full_bytes, [*active, job]))
+        return len(active) < self._max_rows and needed <= self._cache_bytes
+
+    def _full_bytes(self, job: SampleJob) -> int:
+        return self._model.shape.row_bytes(capacity_for(len(job.prompt) + job.params.max_tokens))
 
     def _prefix(self, job: SampleJob, may_run: bool) -> tuple[_Prefix | None, bool]:
         key = (job.weights, job.prompt)

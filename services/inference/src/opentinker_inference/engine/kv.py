@@ -44,6 +44,10 @@ class KvShape:
     head_size: int
     dtype: torch.dtype
 
+    def row_bytes(self, capacity: int) -> int:
+        """Memory of one row."""
+        return self.layers * 2 * self.heads * capacity * self.head_size * self.dtype.itemsize
+
     def buffer(self, rows: int, capacity: int) -> torch.Tensor:
         """Zeroed [layers, 2, rows, heads, capacity, head_size]; 2 is keys and values."""
         size = (self.layers, 2, rows, self.heads, capacity, self.head_size)

@@ -1,6 +1,7 @@
 """The deterministic engine: same seed, same bits, whatever else runs. Slow and exact; needs only torch."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +31,7 @@ from opentinkerapi.runtime.reasons import Reason
 log = structlog.get_logger()
 
 _DEFAULT_ROWS = 64
+_DEFAULT_CACHE_BYTES = 4 << 30
 _DEFAULT_VERSIONS = 8
 _TOY_BYTES = 32 << 20
 _UNSUPPORTED = {"return_support"}
@@ -91,7 +93,8 @@ class TransformersEngine:
                     return
         finally:
             del self._streams[job.request_id]
-            self._thread.submit(self._batcher.cancel, job.request_id)
+            with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile
+                self._thread.submit(self._batcher.cancel, job.request_id)
 
     async def score(self, job: ScoreJob) -> list[list[float]]:
         return [
@@ -118,7 +121,10 @@ class TransformersEngine:
         started = time.monotonic()
         self._model = DeterministicModel(self._config.model_dir, dtype, threads, self._merged)
         self._batcher = Batcher(
-            self._model, Text(self._config.model_dir), self._config.max_rows or _DEFAULT_ROWS
+            self._model,
+            Text(self._config.model_dir),
+            max_rows=self._config.max_rows or _DEFAULT_ROWS,
+            cache_bytes=self._config.kv_cache_bytes or _DEFAULT_CACHE_BYTES,
         )
         loaded = time.monotonic()
         self._batcher.solo = not batches_are_invisible(self._model)
