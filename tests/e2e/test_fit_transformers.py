@@ -124,6 +124,8 @@ def test_large_samples_travel_by_blob(policy: ot.Policy, monkeypatch: pytest.Mon
 
 
 def test_bad_requests_are_typed(cluster: ot.Cluster, policy: ot.Policy) -> None:
+    with pytest.raises(errors.Unauthenticated):
+        ot.connect(cluster.address, key="wrong")
     with pytest.raises(errors.UnknownModel, match="smollm2-135m-instruct"):
         cluster.create_policy("no-such-model").result()
     with pytest.raises(errors.UnknownEnvironment, match="guess_number"):

@@ -45,7 +45,7 @@ def watcher(progress: bool | None) -> Say | None:
         if console is None:
             from rich.console import Console
 
-            console = Console(stderr=True, highlight=False)
+            console = Console(stderr=True, highlight=False, markup=False)
         console.print(f"job {text}", style="dim", soft_wrap=True)
 
     return say

@@ -1,9 +1,9 @@
 """The live table on a terminal, one line a step elsewhere; and the warnings a person should not miss."""
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opentinker.connection.notices import wanted
@@ -55,17 +55,16 @@ class Table:
     def __init__(self, steps: int, title: str) -> None:
         from rich.console import Console
 
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False)
         self._steps = steps
         self._title = title
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
         self._live: Any = None
-        self._started = time.monotonic()
+        self._seconds: deque[float] = deque(maxlen=ROWS)
         self._headed = False
 
     def start(self) -> None:
         """Begin to draw."""
-        self._started = time.monotonic()
         if self._console.is_terminal:
             from rich.live import Live
 
@@ -74,7 +73,8 @@ class Table:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step has ended."""
-        left = (time.monotonic() - self._started) / step * (self._steps - step)
+        self._seconds.append(metrics.get("timing_s/step", 0.0))
+        left = fmean(self._seconds) * (self._steps - step)
         row = (
             f"{step}/{self._steps}",
             _number(metrics.get("critic/score/mean"), ".3f"),
