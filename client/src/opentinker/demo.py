@@ -122,6 +122,7 @@ def summarize(result: ot.FitResult, clock: Clock) -> dict[str, float]:
 def answers(result: ot.FitResult) -> Any:
     """A table of answers to the same problems before and after training."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("problem", "before", "after", title="held-out problems")
     before, after = result.evaluations[0][1].groups, result.evaluations[-1][1].groups
@@ -129,7 +130,7 @@ def answers(result: ot.FitResult) -> Any:
         untrained, trained = first.trajectories[0], last.trajectories[0]
         task = first.task
         problem = f"{task['a']} {task['op']} {task['b']}"
-        table.add_row(problem, _said(untrained), _said(trained))
+        table.add_row(problem, Text(_said(untrained)), Text(_said(trained)))
     return table
 
 
