@@ -47,8 +47,8 @@ evidence: setup ## Measure one claim, e.g. CASE=demo; writes docs/evidence/
 	@test -n "$(CASE)" || { $(BIN)/python scripts/evidence.py --list; exit 2; }
 	$(BIN)/python scripts/evidence.py $(CASE)
 
-demo: setup ## Train SmolLM2-135M-Instruct to add and subtract, on this machine
-	$(BIN)/opentinker demo
+demo: setup ## Train SmolLM2-135M-Instruct to add and subtract, on this machine (ARGS="--seed 1")
+	$(BIN)/opentinker demo $(ARGS)
 
 bench: setup ## Run one benchmark, e.g. BENCH=overhead; prints JSON lines
 	@test -n "$(BENCH)" || { $(BIN)/python -m benchmarks --list; exit 2; }

@@ -10,12 +10,13 @@ class Progress:
     """Remembers the parts of a case that are done, for this commit, so that it can be stopped and resumed."""
 
     def __init__(self, folder: Path, commit: str) -> None:
-        self._folder = folder / commit
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder / commit
+        """A case may keep files here; they are gone once it is done."""
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
         """What `measure` returned (JSON), now or in an earlier run."""
-        kept = self._folder / f"{name}.json"
+        kept = self.folder / f"{name}.json"
         if kept.exists():
             print(f"evidence: {name}: kept from an earlier run", flush=True)
             return json.loads(kept.read_text())
