@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import EngineServer, Handler
 from opentinker_trainer import wire
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.tensors import pack_floats
 from opentinkerapi.trainer.v1 import operation_pb2
 
@@ -54,11 +56,17 @@ class NoopHandlers:
         self._steps.pop(request.policy, None)
         return pb.TrainDropPolicyResponse()
 
+    def _check(self, policy: str) -> None:
+        if policy not in self._steps:
+            raise ServiceError(Reason.POLICY_NOT_FOUND, f"the engine does not hold {policy}")
+
     def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
+        self._check(request.policy)
         outputs = [_zeros(len(sample.loss_mask)) for sample in request.samples]
         return pb.TrainForwardResponse(result=operation_pb2.ForwardResult(outputs=outputs))
 
     def forward_backward(self, request: pb.TrainForwardBackwardRequest) -> pb.TrainForwardBackwardResponse:
+        self._check(request.policy)
         components = wire.components_of(request.losses)
         count = sum(sum(sample.loss_mask) for sample in request.samples)
         metrics = {f"loss/{component.name}": (0.0, float(count)) for component in components}
@@ -75,11 +83,13 @@ class NoopHandlers:
         return pb.TrainForwardBackwardResponse(result=result)
 
     def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
+        self._check(request.policy)
         self._steps[request.policy] += 1
         result = operation_pb2.OptimStepResult(step=self._steps[request.policy])
         return pb.TrainOptimStepResponse(result=result)
 
     def save(self, request: pb.TrainSaveRequest) -> pb.TrainSaveResponse:
+        self._check(request.policy)
         directory = Path(request.directory)
         directory.mkdir(parents=True, exist_ok=True)
         step = self._steps[request.policy]
@@ -100,6 +110,7 @@ class NoopHandlers:
         return pb.TrainSaveResponse(files=files)
 
     def restore(self, request: pb.TrainRestoreRequest) -> pb.TrainRestoreResponse:
+        self._check(request.policy)
         state = json.loads((Path(request.directory) / "engine.json").read_text())
         self._steps[request.policy] = 0 if request.weights_only else int(state["steps"])
         return pb.TrainRestoreResponse(step=self._steps[request.policy])

@@ -25,7 +25,7 @@ class FakeEngine:
         self.history: dict[str, list[str]] = {}
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def _enter(self, what: str) -> None:
+    def _enter(self, what: str, policy: str = "") -> None:
         try:
             self._interfere(what)
         except ConnectionError:
@@ -33,6 +33,8 @@ class FakeEngine:
                 self.exited.set_result(-9)
         if self.exited.done():
             raise ServiceError(Reason.ENGINE_CRASHED)
+        if policy and policy not in self.history:
+            raise ServiceError(Reason.POLICY_NOT_FOUND)
 
     async def start(self) -> ModelInfo:
         return ModelInfo(512, 128, {"q_proj": LinearLayer(1, 8, 8)})
@@ -45,24 +47,24 @@ class FakeEngine:
         self.history.pop(policy, None)
 
     async def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
-        self._enter("forward")
+        self._enter("forward", request.policy)
         return pb.TrainForwardResponse()
 
     async def forward_backward(
         self, request: pb.TrainForwardBackwardRequest
     ) -> pb.TrainForwardBackwardResponse:
-        self._enter("forward_backward")
+        self._enter("forward_backward", request.policy)
         self.history[request.policy].append(f"gradient of {len(request.samples)}")
         return pb.TrainForwardBackwardResponse()
 
     async def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
-        self._enter("optim_step")
+        self._enter("optim_step", request.policy)
         self.history[request.policy].append("step")
         count = self.history[request.policy].count("step")
         return pb.TrainOptimStepResponse(result=operation_pb2.OptimStepResult(step=count))
 
     async def save(self, policy: str, directory: Path, *, adapter_only: bool) -> Saved:
-        self._enter("save")
+        self._enter("save", policy)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "weights").write_text(json.dumps(self.history[policy]))
         return Saved(("weights",), NOW)
@@ -70,7 +72,7 @@ class FakeEngine:
     async def restore(
         self, policy: str, directory: Path, *, weights_only: bool, drop_gradient: bool
     ) -> Restored:
-        self._enter("restore")
+        self._enter("restore", policy)
         self.history[policy] = json.loads((directory / "weights").read_text())
         return Restored(self.history[policy].count("step"), NOW)
 

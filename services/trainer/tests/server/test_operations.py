@@ -15,6 +15,7 @@ from services.trainer.tests.server.harness import (
     refused,
 )
 
+from opentinkerapi.data.v1 import loss_pb2
 from opentinkerapi.runtime.errors import from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 
@@ -122,8 +123,6 @@ async def test_wrong_batches_are_refused_by_index_and_take_no_seq(noop: Client) 
     bare = message(sample(4, 3, 1))
     bare.ClearField("advantages")
     cases.append((bare, "policy losses need advantages"))
-    from opentinkerapi.data.v1 import loss_pb2
-
     ppo = loss_pb2.LossComponent(name="main", ppo=loss_pb2.PpoLoss(), denominator=3.0)
     for bad, text in cases:
         error = await refused(noop.forward_backward([good, bad], [ppo], header=noop.header(1)))
@@ -139,8 +138,6 @@ async def test_wrong_batches_are_refused_by_index_and_take_no_seq(noop: Client) 
 
 
 async def test_wrong_options_are_refused_by_name(noop: Client) -> None:
-    from opentinkerapi.data.v1 import loss_pb2
-
     rows = [sample(4, 3, 1)]
     ppo = loss_pb2.PpoLoss(dual_clip=0.5)
     cases = [
