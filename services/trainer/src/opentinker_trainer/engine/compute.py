@@ -62,6 +62,70 @@ class BackwardOutput:
     trained_tokens: int
 
 
+@dataclass(slots=True)
+class _Scores:
+    """Per-token results of all samples end to end, [T]."""
+
+    logprobs: Array
+    entropy: Array
+
+    @classmethod
+    def empty(cls, columns: "_Columns") -> "_Scores":
+        return cls(np.zeros(columns.starts[-1], np.float32), np.zeros(columns.starts[-1], np.float32))
+
+    def put(self, positions: NDArray[np.int64], result: TokenScores) -> None:
+        self.logprobs[positions] = result.logprobs.detach().float().numpy()
+        self.entropy[positions] = result.entropy.float().numpy()
+
+    def by_sample(self, columns: "_Columns", skipped: frozenset[int]) -> list[SampleScores]:
+        pairs = zip(columns.split(self.logprobs), columns.split(self.entropy), strict=True)
+        return [
+            SampleScores(logprobs, entropy, index in skipped)
+            for index, (logprobs, entropy) in enumerate(pairs)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The per-token arrays of all samples end to end, T tokens in all; what is left out is 0, weights 1."""
+
+    starts: NDArray[np.int64]
+    """[S + 1]: where each sample begins, and the end."""
+    token_ids: NDArray[np.int64]
+    behavior_logprobs: Array
+    advantages: Array
+    weights: Array
+    temperatures: NDArray[np.float64]
+    """[S]"""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "_Columns":
+        def column(name: str, missing: float) -> Array:
+            arrays = [getattr(sample, name) for sample in samples]
+            filled = [
+                np.full(sample.length, missing, np.float32) if array is None else array
+                for sample, array in zip(samples, arrays, strict=True)
+            ]
+            return np.concatenate(filled)
+
+        return cls(
+            np.concatenate([[0], np.cumsum([sample.length for sample in samples])]),
+            np.concatenate([sample.token_ids for sample in samples]).astype(np.int64),
+            column("behavior_logprobs", 0.0),
+            column("advantages", 0.0),
+            column("weights", 1.0),
+            np.array([sample.temperature for sample in samples]),
+        )
+
+    def positions(self, cut: Layout) -> NDArray[np.int64]:
+        """[N]: where the loss tokens of a layout are."""
+        return self.starts[cut.samples] + cut.tokens
+
+    def split(self, column: Array) -> list[Array]:
+        """A column of T, by sample."""
+        return np.split(column, self.starts[1:-1])
+
+
 class Compute:
     """Runs passes of whatever adapter is active in the model."""
 
@@ -75,15 +139,16 @@ class Compute:
 
     def forward(self, samples: Sequence[Sample]) -> ForwardOutput:
         """Logprobs and entropy at the loss tokens of each sample, without gradients."""
-        scores = _empty_scores(samples)
+        columns = _Columns.of(samples)
+        scores = _Scores.empty(columns)
         metrics: Metrics = {}
         with torch.no_grad():
             for batch in plan(samples, _with_loss_tokens(samples), self._plan):
                 cut = layout(batch, samples)
-                result = self._score(cut, samples, entropy=True)
-                _scatter(scores, cut, result)
+                result = self._score(cut, columns)
+                scores.put(columns.positions(cut), result)
                 _add(metrics, "actor/entropy", float(result.entropy.double().sum()), len(cut.tokens))
-        return ForwardOutput(scores, metrics)
+        return ForwardOutput(scores.by_sample(columns, frozenset()), metrics)
 
     def forward_backward(
         self,
@@ -98,25 +163,26 @@ class Compute:
         With `skip_inert` rows that cannot contribute are left out: their losses are 0 and still count as loss
         tokens, their logprobs are not computed.
         """
-        wanted = _with_loss_tokens(samples)
+        trainable = _with_loss_tokens(samples)
+        wanted = trainable
         if skip_inert:
-            wanted = [index for index in wanted if not samples[index].is_inert(components)]
-        scores = _empty_scores(samples)
-        for index in set(_with_loss_tokens(samples)) - set(wanted):
-            scores[index].skipped = True
+            wanted = [index for index in trainable if not samples[index].is_inert(components)]
+        columns = _Columns.of(samples)
+        scores = _Scores.empty(columns)
         # A deferred component is there even where nothing contributes: OptimStep carries its denominator.
         gradients: dict[str, Gradient] = {c.name: {} for c in components if c.denominator is None}
-        output = BackwardOutput(_empty_sums(samples, components), gradients, scores, {}, 0)
+        output = BackwardOutput(_empty_sums(samples, components), gradients, [], {}, 0)
         for batch in plan(samples, wanted, self._plan):
             cut = layout(batch, samples)
-            result = self._score(cut, samples, entropy=True)
-            self._backward(cut, samples, components, result, parameters, output)
-            _scatter(scores, cut, result)
+            result = self._score(cut, columns)
+            self._backward(cut, samples, columns, components, result, parameters, output)
+            scores.put(columns.positions(cut), result)
             output.trained_tokens += len(cut.tokens)
+        output.scores = scores.by_sample(columns, frozenset(trainable) - frozenset(wanted))
         _summarize(output, samples, components)
         return output
 
-    def _score(self, cut: Layout, samples: Sequence[Sample], *, entropy: bool) -> TokenScores:
+    def _score(self, cut: Layout, columns: _Columns) -> TokenScores:
         hidden = self._base.decoder(
             input_ids=torch.from_numpy(cut.token_ids),
             position_ids=torch.from_numpy(cut.position_ids) if cut.shared else None,
@@ -125,17 +191,14 @@ class Compute:
         ).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(cut.sources)]
         weight, bias = self._base.output
-        dtype = accumulator(weight.dtype)
-        targets = np.array([samples[s].token_ids[t] for s, t in _pairs(cut)], np.int64)
-        temperatures = np.array([samples[s].temperature for s in cut.samples])
         return token_scores(
             rows,
             weight,
             bias,
-            torch.from_numpy(targets),
-            torch.from_numpy(temperatures).to(dtype),
+            torch.from_numpy(columns.token_ids[columns.positions(cut)]),
+            torch.from_numpy(columns.temperatures[cut.samples]).to(accumulator(weight.dtype)),
             chunk=self._settings.logit_rows,
-            entropy=entropy,
+            entropy=True,
         )
 
     def _mask(self, cut: Layout) -> Tensor:
@@ -154,6 +217,7 @@ class Compute:
         self,
         cut: Layout,
         samples: Sequence[Sample],
+        columns: _Columns,
         components: Sequence[Component],
         result: TokenScores,
         parameters: dict[str, Tensor],
@@ -166,7 +230,9 @@ class Compute:
             )
             if not len(chosen):
                 continue
-            inputs = _inputs(cut, samples, component, chosen, result.logprobs.dtype)
+            inputs = _inputs(
+                columns, columns.positions(cut)[chosen.numpy()], component, result.logprobs.dtype
+            )
             losses, metrics = token_losses(component.loss, result.logprobs[chosen], inputs)
             total = float(losses.detach().double().sum())
             done, count = output.loss_sums[component.name]
@@ -188,19 +254,8 @@ class Compute:
                     kept[name].add_(gradient)
 
 
-def _pairs(cut: Layout) -> list[tuple[int, int]]:
-    return list(zip(cut.samples.tolist(), cut.tokens.tolist(), strict=True))
-
-
 def _with_loss_tokens(samples: Sequence[Sample]) -> list[int]:
     return [index for index, sample in enumerate(samples) if sample.loss_mask.any()]
-
-
-def _empty_scores(samples: Sequence[Sample]) -> list[SampleScores]:
-    return [
-        SampleScores(np.zeros(sample.length, np.float32), np.zeros(sample.length, np.float32))
-        for sample in samples
-    ]
 
 
 def _empty_sums(samples: Sequence[Sample], components: Sequence[Component]) -> dict[str, tuple[float, float]]:
@@ -210,31 +265,15 @@ def _empty_sums(samples: Sequence[Sample], components: Sequence[Component]) -> d
     }
 
 
-def _scatter(scores: list[SampleScores], cut: Layout, result: TokenScores) -> None:
-    logprobs = result.logprobs.detach().float().numpy()
-    entropy = result.entropy.float().numpy()
-    for at, (sample, token) in enumerate(_pairs(cut)):
-        scores[sample].logprobs[token] = logprobs[at]
-        scores[sample].entropy[token] = entropy[at]
-
-
 def _inputs(
-    cut: Layout, samples: Sequence[Sample], component: Component, chosen: Tensor, dtype: torch.dtype
+    columns: _Columns, positions: NDArray[np.int64], component: Component, dtype: torch.dtype
 ) -> TokenInputs:
-    pairs = [_pairs(cut)[at] for at in chosen.tolist()]
-
-    def gather(name: str) -> Tensor | None:
-        arrays = [getattr(samples[sample], name) for sample, _ in pairs]
-        if all(array is None for array in arrays):
-            return None
-        values = [
-            1.0 if array is None else array[token] for array, (_, token) in zip(arrays, pairs, strict=True)
-        ]
-        return torch.tensor(np.array(values, np.float64), dtype=dtype)
+    def gather(column: Array) -> Tensor:
+        return torch.from_numpy(column[positions]).to(dtype)
 
     if isinstance(component.loss, CrossEntropy):
-        return TokenInputs(None, None, gather("weights"))
-    return TokenInputs(gather("behavior_logprobs"), gather("advantages"), None)
+        return TokenInputs(None, None, gather(columns.weights))
+    return TokenInputs(gather(columns.behavior_logprobs), gather(columns.advantages), None)
 
 
 def _add(metrics: Metrics, name: str, value: float, weight: float) -> None:
