@@ -4,8 +4,6 @@ credentials.
 
 import asyncio
 import hashlib
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 
 from opentinker import errors
@@ -72,6 +70,10 @@ class Blobs:
 
 def _put(url: str, headers: Mapping[str, str], data: bytes) -> int:
     """The HTTP status of a PUT; 0 where there was none."""
+    # Here, and not above: HTTP is a tenth of what importing this package costs, and few need it.
+    import urllib.error
+    import urllib.request
+
     request = urllib.request.Request(url, data=data, method="PUT", headers=dict(headers))
     # urllib would add a form type that is not what was signed.
     request.add_unredirected_header("Content-Type", headers.get("Content-Type", "application/octet-stream"))
@@ -85,6 +87,8 @@ def _put(url: str, headers: Mapping[str, str], data: bytes) -> int:
 
 
 def _get(url: str) -> bytes | None:
+    import urllib.request
+
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             content: bytes = response.read()

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +84,8 @@ def _read(sha256: str) -> bytes | None:
 
 def _write(sha256: str, data: bytes) -> None:
     """Keep a file; a cache that cannot be written is no reason to fail."""
+    import tempfile
+
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)

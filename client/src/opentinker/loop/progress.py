@@ -3,7 +3,6 @@
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opentinker.connection.notices import wanted
@@ -74,7 +73,7 @@ class Table:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step has ended."""
         self._seconds.append(metrics.get("timing_s/step", 0.0))
-        left = fmean(self._seconds) * (self._steps - step)
+        left = sum(self._seconds) / len(self._seconds) * (self._steps - step)
         row = (
             f"{step}/{self._steps}",
             _number(metrics.get("critic/score/mean"), ".3f"),
