@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,13 @@ from opentinker_kit.events import (
 from opentinker_kit.processes import free_port
 from opentinker_kit.testing import NatsServer, start_nats, wait_until
 from opentinkerapi.events.v1 import event_pb2
+
+
+@pytest.fixture(scope="module")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A server of this module's own: a durable subscriber also hears what other tests left in the stream."""
+    with start_nats(tmp_path_factory.mktemp("nats-events")) as server:
+        yield server
 
 
 def job(event_id: str, state: str = "queued") -> event_pb2.Event:
