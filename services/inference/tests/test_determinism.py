@@ -124,7 +124,7 @@ async def test_where_batches_show_every_completion_runs_alone(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "opentinker_inference.engine.transformers_engine.batches_are_invisible", lambda model: False
+        "opentinker_inference.engine.transformers_engine.find_quantum", lambda model, max_rows: 0
     )
     engine = await started(tiny_model_dir, 1, {})
     alone = outcome(await collect(engine, job("a", n=3, seed=5)))

@@ -1,9 +1,9 @@
 """Continuous batching that no request can notice: what a row computes depends on that row alone.
 
 Each prompt is run alone. Decoding batches rows of equal weights and equal capacity, and a row's capacity is
-a function of its length only; every batch has at least `MIN_ROWS` rows, filled up where there are fewer. So
-when a row was admitted, and beside whom, changes nothing (checked by `selftest`; where that fails, `solo`
-gives each row a batch of its own).
+a function of its length only; batches are filled up to a multiple of `quantum` rows, sizes in which a row's
+bits do not depend on the other rows (`selftest` finds it). So when a row was admitted, and beside whom,
+changes nothing. Where no such sizes exist, `quantum` is 0 and each row has a batch of its own.
 
 Single-threaded: `submit`, `cancel` and `step` are called from one thread.
 """
@@ -24,7 +24,7 @@ from opentinker_inference.domain.sampling import (
     StopReason,
     not_finite,
 )
-from opentinker_inference.engine.kv import MIN_ROWS, Slab, capacity_for
+from opentinker_inference.engine.kv import FIRST_ROWS, Slab, capacity_for
 from opentinker_inference.engine.model import DeterministicModel
 from opentinker_inference.engine.rows import Pick, RowSampler
 from opentinker_inference.engine.text import StopStrings, Text
@@ -86,7 +86,7 @@ class Batcher:
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], _Prefix] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
         self._solo_rows = 0
-        self.solo = False
+        self.quantum = FIRST_ROWS
 
     @property
     def busy(self) -> bool:
@@ -142,6 +142,7 @@ class Batcher:
                 if owner.job.params.prompt_logprobs:
                     events.append((owner.job.request_id, PromptScores(prefix.scores)))
             row = self._new_row(owner, index)
+            self._model.one_thread()
             if not self._extend(row, prefix.logits, events):
                 self._place(row, prefix.cache)
 
@@ -186,7 +187,7 @@ class Batcher:
         """Put a row into the batch of its capacity; it must hold the next position."""
         capacity = max(cache.shape[3], capacity_for(row.length + 1))
         self._solo_rows += 1
-        key = (row.owner.job.weights, capacity, self._solo_rows if self.solo else 0)
+        key = (row.owner.job.weights, capacity, self._solo_rows if self.quantum == 0 else 0)
         slab, rows = self._slabs.setdefault(key, (Slab(self._model.shape, capacity), []))
         slab.add(cache)
         rows.append(row)
@@ -206,10 +207,11 @@ class Batcher:
                 self._take_out(key, place)
         if not rows:
             return
-        fill = max(0, MIN_ROWS - len(rows))
+        fill = -len(rows) % (self.quantum or FIRST_ROWS)
         tokens = [row.ids[-1] for row in rows] + [0] * fill
         positions = [row.length for row in rows] + [0] * fill
         logits = self._model.step(key[0], tokens, positions, slab.view(positions, len(positions)))
+        self._model.one_thread()
         # Backwards, so that a row that moves into a freed place was already handled.
         for place in reversed(range(len(rows))):
             row = rows[place]

@@ -12,8 +12,8 @@ import torch
 
 CHUNK = 512
 """Most positions of a prompt computed at once."""
-MIN_ROWS = 4
-"""A linear layer gives a row the same bits in every batch of at least this many rows."""
+FIRST_ROWS = 4
+"""Rows that a slab has room for at first."""
 
 
 def capacity_for(positions: int) -> int:
@@ -121,15 +121,12 @@ class Slab:
     def __init__(self, shape: KvShape, capacity: int) -> None:
         self.capacity = capacity
         self._shape = shape
-        self._buffer = shape.buffer(MIN_ROWS, capacity)
+        self._buffer = shape.buffer(FIRST_ROWS, capacity)
         self.rows = 0
 
     def add(self, cache: torch.Tensor) -> int:
         """Copy one row's cache [layers, 2, heads, positions, head_size] in; returns its place."""
-        if self.rows == self._buffer.shape[2]:
-            larger = self._shape.buffer(2 * self.rows, self.capacity)
-            larger[:, :, : self.rows] = self._buffer
-            self._buffer = larger
+        self._hold(self.rows + 1)
         place = self.rows
         self._buffer[:, :, place, :, : cache.shape[3]] = cache
         self._buffer[:, :, place, :, cache.shape[3] :] = 0
@@ -150,4 +147,12 @@ class Slab:
 
     def view(self, positions: Sequence[int], rows: int) -> KvView:
         """The cache of a step in which row r writes `positions[r]`; `rows` counts filler rows too."""
+        self._hold(rows)
         return KvView(self._buffer[:, :, :rows], torch.tensor(positions, dtype=torch.long)[:, None])
+
+    def _hold(self, rows: int) -> None:
+        held = int(self._buffer.shape[2])
+        if rows > held:
+            larger = self._shape.buffer(max(rows, 2 * held), self.capacity)
+            larger[:, :, :held] = self._buffer
+            self._buffer = larger

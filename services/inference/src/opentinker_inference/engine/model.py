@@ -84,9 +84,20 @@ class DeterministicModel:
         self._loaded: set[str] = {""}
 
     def pin_threads(self) -> None:
-        """OpenMP counts threads for each calling thread, so every thread that computes calls this."""
+        """OpenMP counts threads for each calling thread, and sampling sets another number than layers do."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+
+    @staticmethod
+    def one_thread() -> None:
+        """For many small operations: waking a second thread for each costs more than it saves."""
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
+
+    def linear_weights(self) -> list[torch.Tensor]:
+        """One weight [out, in] of each shape among the linear layers, the output's included."""
+        layers = [layer for layer in self._model.modules() if isinstance(layer, torch.nn.Linear)]
+        return list({tuple(layer.weight.shape): layer.weight for layer in layers}.values())
 
     # Weights
 
@@ -184,6 +195,7 @@ class DeterministicModel:
         return picked
 
     def _forward(self, key: str, ids: torch.Tensor, positions: torch.Tensor, cache: KvView) -> torch.Tensor:
+        self.pin_threads()
         self._active.key = "" if self._merged else key
         with torch.inference_mode():
             out = self._model.base_model(

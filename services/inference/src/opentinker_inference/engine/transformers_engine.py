@@ -22,7 +22,7 @@ from opentinker_inference.domain.sampling import (
 from opentinker_inference.engine.batching import Batcher
 from opentinker_inference.engine.lora import LoraWeights, read_lora
 from opentinker_inference.engine.model import DTYPES, DeterministicModel
-from opentinker_inference.engine.selftest import batches_are_invisible, linear_is_invisible
+from opentinker_inference.engine.selftest import find_quantum, linears_are_invisible
 from opentinker_inference.engine.text import Text
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
@@ -127,13 +127,15 @@ class TransformersEngine:
             cache_bytes=self._config.kv_cache_bytes or _DEFAULT_CACHE_BYTES,
         )
         loaded = time.monotonic()
-        self._batcher.solo = not batches_are_invisible(self._model)
-        if self._batcher.solo:
+        self._model.pin_threads()
+        self._batcher.quantum = find_quantum(self._model, self._config.max_rows or _DEFAULT_ROWS)
+        if self._batcher.quantum == 0:
             log.warning("a row's bits depend on its batch on this machine; every completion runs alone")
         log.info(
             "engine started",
             threads=threads,
             dtype=dtype,
+            batches_of=self._batcher.quantum,
             load_s=round(loaded - started, 2),
             self_test_s=round(time.monotonic() - loaded, 2),
         )
@@ -155,14 +157,13 @@ class TransformersEngine:
             self._model.load(weights.key, LoraWeights(0, ()))
             return
         adapter = read_lora(weights.directory)
-        if not self._merged and not self._batcher.solo:
+        if not self._merged and self._batcher.quantum:
             rows = self._config.max_rows or _DEFAULT_ROWS
             shapes = {matrix.shape: matrix for m in adapter.modules for matrix in (m.lora_a, m.lora_b)}
-            if not all(linear_is_invisible(matrix, rows) for matrix in shapes.values()):
-                log.warning(
-                    "an adapter's bits depend on the batch on this machine; every completion runs alone"
-                )
-                self._batcher.solo = True
+            self._model.pin_threads()
+            if not linears_are_invisible(shapes.values(), self._batcher.quantum, rows):
+                log.warning("an adapter's bits depend on the batch here; every completion runs alone")
+                self._batcher.quantum = 0
         self._model.load(weights.key, adapter)
 
     def _unload(self, key: str) -> None:
