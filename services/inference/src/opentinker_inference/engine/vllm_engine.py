@@ -178,7 +178,8 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "enable_prefix_caching": True,
-            "enforce_eager": True,
+            # On a GPU captured graphs go on after a swap: reloading copies into the tensors they refer to.
+            "enforce_eager": on_cpu,
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER,
         }
