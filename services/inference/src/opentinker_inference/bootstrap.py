@@ -16,7 +16,6 @@ from opentinker_inference.adapters.engine_process import (
 )
 from opentinker_inference.adapters.tokenizer import ModelTokenizer
 from opentinker_inference.adapters.version_store import ObjectVersionStore
-from opentinker_inference.domain.sampling import EngineInfo
 from opentinker_inference.domain.service import InferenceDomain
 from opentinker_inference.domain.versions import ModelRef
 from opentinker_inference.ports import EngineConfig
@@ -105,7 +104,8 @@ class InferenceServer:
         port = await self.server.start(install_signals=install_signals)
         if settings.scheduler_address or settings.scheduler_address_file:
             self._registration = self._register(config, model)
-        self.engine.on_started(self._engine_started)
+        self.engine.on_started(lambda _: self._engine_started())
+        self.engine.on_died = lambda: self._say_serving(False)
         self.engine.begin()
         self._tasks = [
             asyncio.create_task(self._follow_engine(), name="follow engine"),
@@ -172,8 +172,11 @@ class InferenceServer:
         registration.start()
         return registration
 
-    def _engine_started(self, info: EngineInfo) -> None:
-        self._tasks.append(asyncio.create_task(self.server.set_serving(True)))
+    def _say_serving(self, serving: bool) -> None:
+        self._tasks.append(asyncio.create_task(self.server.set_serving(serving)))
+
+    def _engine_started(self) -> None:
+        self._say_serving(True)
         if self._registration is not None:
             self._registration.set_ready()
 

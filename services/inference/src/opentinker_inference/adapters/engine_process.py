@@ -133,6 +133,8 @@ class SupervisedEngine:
         """Set while an engine runs, and for good when it was given up."""
         self._task: asyncio.Task[None] | None = None
         self._callbacks: list[Callable[[EngineInfo], None]] = []
+        self.on_died: Callable[[], None] = lambda: None
+        """Called when a running engine was found dead."""
         self.failed: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
         """Set when the engine was given up."""
 
@@ -219,6 +221,7 @@ class SupervisedEngine:
             self._up.set()
             status = await asyncio.shield(client.exited)
             self._up.clear()
+            self.on_died()
             log.error("engine died", exit_status=status, log_tail=client.log_tail()[-2000:])
             failures = 0 if time.monotonic() - started > _STEADY_S else failures + 1
             if failures >= 2 * MAX_STARTS_IN_A_ROW:

@@ -48,11 +48,13 @@ class AdapterFacts:
 
 
 def linear_layers(checkpoint: Shapes) -> dict[str, tuple[int, int]]:
-    """Module path to (out, in) of each weight matrix of a checkpoint that an adapter can change."""
+    """Module path to (out, in) of each weight matrix inside a checkpoint's blocks: what an adapter can
+    change. Embeddings and the output layer lie outside: no engine here adapts them.
+    """
     layers = {}
     for name, shape in checkpoint.items():
         module = name.removesuffix(".weight")
-        if module != name and len(shape) == 2 and "embed" not in module:
+        if module != name and len(shape) == 2 and any(part.isdigit() for part in module.split(".")):
             layers[module] = (shape[0], shape[1])
     return layers
 

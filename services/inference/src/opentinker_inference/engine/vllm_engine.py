@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -26,6 +27,7 @@ from opentinker_inference.domain.sampling import (
     StopReason,
     not_finite,
 )
+from opentinker_inference.engine.merge import PristineBase
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
@@ -197,6 +199,9 @@ class VllmEngine:
         if not self._merged:
             options |= {
                 "enable_lora": True,
+                # Without a list vLLM wraps the output layer too, which no adapter of ours changes: slow on
+                # CPU, and prompt logprobs of two requests at once kill it.
+                "lora_target_modules": _linear_leaves(self._config.model_dir),
                 "max_lora_rank": next(r for r in _LORA_RANKS if r >= self._config.max_lora_rank),
                 "max_loras": min(self._versions, _LIVE_IN_A_BATCH),
                 "max_cpu_loras": self._versions,
@@ -276,6 +281,13 @@ class VllmEngine:
             log.exception("a weight swap failed")
             raise ServiceError(Reason.ENGINE_CRASHED) from error
         self._resident = weights.key
+
+
+def _linear_leaves(model_dir: Path) -> list[str]:
+    """Last parts of the names of the layers inside blocks that an adapter can change."""
+    names = [name.split(".") for name in PristineBase(model_dir).names()]
+    inside = [parts for parts in names if parts[-1] == "weight" and any(part.isdigit() for part in parts)]
+    return sorted({parts[-2] for parts in inside if "norm" not in parts[-2]})
 
 
 def _sampling_params(job: SampleJob, index: int) -> Any:
