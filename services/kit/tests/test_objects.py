@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import urllib3
@@ -116,6 +117,20 @@ class TestS3(ObjectStoreContract):
         assert http.request("PUT", signed.url, body=b"wrong").status == 400
         assert await store.head("hashed") is None
         assert http.request("PUT", signed.url, body=b"right").status == 200
+
+    async def test_a_put_that_breaks_off_leaves_nothing(self, store: ObjectStore) -> None:
+        body = b"{" + b" " * 998 + b"}"
+        signed = await store.presign_put("torn", 60, sha256=hashlib.sha256(body).hexdigest())
+        url = urlsplit(signed.url)
+        _, writer = await asyncio.open_connection(url.hostname, url.port)
+        request = f"PUT {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n"
+        writer.write(f"{request}Content-Length: {len(body)}\r\n\r\n".encode() + body[:100])
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.close()
+        await asyncio.sleep(0.5)
+        assert await store.head("torn") is None
+        assert await store.put_if_absent("torn", body)
 
     async def test_presigned_urls_name_the_public_endpoint(self, s3: S3Settings) -> None:
         public = s3.model_copy(update={"public_endpoint": "https://objects.example.org"})

@@ -172,8 +172,15 @@ class S3ObjectStore:
 
     async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
         def run() -> bool:
-            url = self._client.get_presigned_url("PUT", self._bucket, key, expires=timedelta(minutes=5))
             body = data.read_bytes() if isinstance(data, Path) else data
+            # Signed with its checksum, so that a writer that dies in the middle leaves no half object.
+            url = self._client.get_presigned_url(
+                "PUT",
+                self._bucket,
+                key,
+                expires=timedelta(minutes=5),
+                extra_query_params=_checksum(hashlib.sha256(body).digest()),
+            )
             response = self._http.request("PUT", url, body=body, headers=IF_NONE_MATCH)
             if response.status == 200:
                 return True
@@ -235,9 +242,7 @@ class S3ObjectStore:
         self, key: str, expires_s: int, if_none_match: bool = False, sha256: str | None = None
     ) -> SignedUrl:
         # As a signed query parameter the checksum cannot be left out by who holds the URL.
-        checksum: dict[str, str | list[str] | tuple[str]] = {}
-        if sha256 is not None:
-            checksum[_CHECKSUM] = base64.b64encode(bytes.fromhex(sha256)).decode()
+        checksum = _checksum(bytes.fromhex(sha256)) if sha256 is not None else {}
         url = self._public.get_presigned_url(
             "PUT", self._bucket, key, expires=timedelta(seconds=expires_s), extra_query_params=checksum
         )
@@ -265,6 +270,11 @@ class S3ObjectStore:
             raise ServiceError(
                 Reason.STORAGE_UNAVAILABLE, f"the object store did not answer ({key})", retry_after_s=1.0
             ) from error
+
+
+def _checksum(digest: bytes) -> dict[str, str | list[str] | tuple[str]]:
+    """The query parameter by which a store refuses bodies with another SHA-256."""
+    return {_CHECKSUM: base64.b64encode(digest).decode()}
 
 
 def _is_full(code: str, text: str) -> bool:
