@@ -49,7 +49,7 @@ def train(*, seed: int, steps: int, out: Path, engine: str | None, clock: Clock)
         algorithm=ot.GRPO(group_size=8),
         groups_per_step=8,
         steps=steps,
-        learning_rate=2e-4,
+        learning_rate=4e-4,
         sampling=ot.SamplingParams(temperature=1.0, max_tokens=12),
         evaluation=ot.Evaluation(tasks=HELD_OUT),
         checkpoint_every=15,
@@ -65,7 +65,7 @@ def train(*, seed: int, steps: int, out: Path, engine: str | None, clock: Clock)
 def run_demo(
     *,
     seed: int = 0,
-    steps: int = 45,
+    steps: int = 70,
     out: Path = Path("runs/demo"),
     engine: str | None = None,
     state_dir: Any = None,

@@ -118,13 +118,14 @@ class TestS3(ObjectStoreContract):
         assert await store.head("hashed") is None
         assert http.request("PUT", signed.url, body=b"right").status == 200
 
-    async def test_a_put_that_breaks_off_leaves_nothing(self, store: ObjectStore) -> None:
+    @pytest.mark.parametrize("sent", [0, 100])
+    async def test_a_put_that_breaks_off_leaves_nothing(self, store: ObjectStore, sent: int) -> None:
         body = b"{" + b" " * 998 + b"}"
         signed = await store.presign_put("torn", 60, sha256=hashlib.sha256(body).hexdigest())
         url = urlsplit(signed.url)
         _, writer = await asyncio.open_connection(url.hostname, url.port)
         request = f"PUT {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n"
-        writer.write(f"{request}Content-Length: {len(body)}\r\n\r\n".encode() + body[:100])
+        writer.write(f"{request}Content-Length: {len(body)}\r\n\r\n".encode() + body[:sent])
         await writer.drain()
         await asyncio.sleep(0.2)
         writer.close()
