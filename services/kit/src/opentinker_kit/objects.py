@@ -155,33 +155,26 @@ class S3ObjectStore:
         kind = content_type or "application/octet-stream"
 
         def run() -> ObjectInfo:
-            if isinstance(data, Path):
-                with data.open("rb") as file:
-                    size = data.stat().st_size
-                    result = self._client.put_object(
+            size = data.stat().st_size if isinstance(data, Path) else len(data)
+            if size <= _PART_BYTES:
+                body = data.read_bytes() if isinstance(data, Path) else data
+                response = self._checked_put(key, body, {"Content-Type": kind})
+                if response.status != 200:
+                    raise _http_failure(key, response.status, response.data)
+                etag = response.headers.get("ETag")
+            else:  # in parts, which appear as one object at the end
+                with data.open("rb") if isinstance(data, Path) else io.BytesIO(data) as file:
+                    etag = self._client.put_object(
                         self._bucket, key, file, size, content_type=kind, part_size=_PART_BYTES
-                    )
-            else:
-                size = len(data)
-                result = self._client.put_object(
-                    self._bucket, key, io.BytesIO(data), size, content_type=kind, part_size=_PART_BYTES
-                )
-            return ObjectInfo(key, size, (result.etag or "").strip('"'), datetime.now(UTC))
+                    ).etag
+            return ObjectInfo(key, size, (etag or "").strip('"'), datetime.now(UTC))
 
         return await self._call(key, run)
 
     async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
         def run() -> bool:
             body = data.read_bytes() if isinstance(data, Path) else data
-            # Signed with its checksum, so that a writer that dies in the middle leaves no half object.
-            url = self._client.get_presigned_url(
-                "PUT",
-                self._bucket,
-                key,
-                expires=timedelta(minutes=5),
-                extra_query_params=_checksum(hashlib.sha256(body).digest()),
-            )
-            response = self._http.request("PUT", url, body=body, headers=IF_NONE_MATCH)
+            response = self._checked_put(key, body, IF_NONE_MATCH)
             if response.status == 200:
                 return True
             if response.status == 412:
@@ -189,6 +182,20 @@ class S3ObjectStore:
             raise _http_failure(key, response.status, response.data)
 
         return await self._call(key, run)
+
+    def _checked_put(self, key: str, body: bytes, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+        """One PUT whose SHA-256 is part of what is signed.
+
+        Without it a writer that dies after the headers leaves an empty object on some servers.
+        """
+        url = self._client.get_presigned_url(
+            "PUT",
+            self._bucket,
+            key,
+            expires=timedelta(minutes=5),
+            extra_query_params=_checksum(hashlib.sha256(body).digest()),
+        )
+        return self._http.request("PUT", url, body=body, headers=dict(headers))
 
     async def get(self, key: str) -> bytes:
         def run() -> bytes:
