@@ -60,6 +60,18 @@ class VllmContract(EngineContract):
         assert info.serving_mode == self.mode
         return Running(client, info, tiny_model_dir, tmp_path)
 
+    async def test_more_prompt_tokens_than_one_step_takes(self, running: Running) -> None:
+        # A prompt that is split over two steps kills vLLM on CPU where its request has a seed.
+        await running.base()
+        prompts = [[(7 * i + j) % 250 for j in range(100)] for i in range(100)]
+        got = await asyncio.gather(
+            *(
+                collect(running.engine, job(f"many-{i}", prompt, seed=i, max_tokens=2))
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        assert len(got) == len(prompts)
+
     async def test_requests_around_a_swap_each_match_one_version(self, running: Running) -> None:
         # B80 on the engine itself: load, run, load, run, with the same prompt and seed.
         paths = {key: await running.load(key, rank=4, seed=i) for i, key in enumerate(("s1", "s2"))}
