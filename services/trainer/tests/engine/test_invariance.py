@@ -10,8 +10,8 @@ from services.trainer.tests.engine.conftest import SPEC, MakeEngine
 from opentinker_trainer.domain.losses import Component, CrossEntropy, ImportanceSampling, Loss, Ppo
 from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.domain.tuning import AdamWStep
-from opentinker_trainer.engine.compute import BackwardOutput
 from opentinker_trainer.engine.core import TorchEngine
+from opentinker_trainer.engine.objective import BackwardOutput
 
 BOUND = 1e-6
 LOSSES: list[Loss] = [ImportanceSampling(), Ppo(0.2, 0.28, 3.0), CrossEntropy()]

@@ -596,3 +596,87 @@ class DeleteCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteCheckpointResponse: _TypeAlias = DeleteCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class ExportWeightsRequest(_message.Message):
+    """ExportWeightsRequest names what to export."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"policies/{policy}/checkpoints/{checkpoint}" or "policies/{policy}/versions/{version}"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportWeightsRequest: _TypeAlias = ExportWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ExportedFile(_message.Message):
+    """ExportedFile is one file of an export."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """File name, without a folder."""
+    sha256: _builtins.str
+    """Lower-case hex SHA-256 of its content."""
+    size_bytes: _builtins.int
+    """Its size."""
+    url: _builtins.str
+    """Presigned address to GET it from."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "sha256", b"sha256", "size_bytes", b"size_bytes", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportedFile: _TypeAlias = ExportedFile  # noqa: Y015
+
+@_typing.final
+class ExportWeightsResponse(_message.Message):
+    """ExportWeightsResponse answers ExportWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"lora" (a PEFT directory) or "full" (a Hugging Face directory)."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedFile]:
+        """The files."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        files: _abc.Iterable[Global___ExportedFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportWeightsResponse: _TypeAlias = ExportWeightsResponse  # noqa: Y015

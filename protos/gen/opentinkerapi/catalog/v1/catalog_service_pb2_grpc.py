@@ -85,6 +85,11 @@ class CatalogServiceStub(object):
                 request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.ExportWeights = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/ExportWeights',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ExportWeightsRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ExportWeightsResponse.FromString,
+                _registered_method=True)
         self.DeleteCheckpoint = channel.unary_unary(
                 '/opentinkerapi.catalog.v1.CatalogService/DeleteCheckpoint',
                 request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointRequest.SerializeToString,
@@ -186,6 +191,16 @@ class CatalogServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportWeights(self, request, context):
+        """ExportWeights lists the files of a checkpoint or a policy version in the layout that PEFT or transformers load,
+        each with a presigned address.
+        Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, STORAGE_UNAVAILABLE.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteCheckpoint(self, request, context):
         """DeleteCheckpoint removes a checkpoint from the catalog.
         Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
@@ -247,6 +262,11 @@ def add_CatalogServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'ExportWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExportWeights,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ExportWeightsRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ExportWeightsResponse.SerializeToString,
             ),
             'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteCheckpoint,
@@ -525,6 +545,33 @@ class CatalogService(object):
             '/opentinkerapi.catalog.v1.CatalogService/ListCheckpoints',
             opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListCheckpointsRequest.SerializeToString,
             opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/ExportWeights',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ExportWeightsRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ExportWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,12 @@ class CatalogServiceStub:
     Errors: POLICY_NOT_FOUND, INVALID_PAGE_TOKEN.
     Retry: safe.
     """
+    ExportWeights: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.ExportWeightsRequest, _catalog_service_pb2.ExportWeightsResponse]
+    """ExportWeights lists the files of a checkpoint or a policy version in the layout that PEFT or transformers load,
+    each with a presigned address.
+    Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, STORAGE_UNAVAILABLE.
+    Retry: safe.
+    """
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.DeleteCheckpointRequest, _catalog_service_pb2.DeleteCheckpointResponse]
     """DeleteCheckpoint removes a checkpoint from the catalog.
     Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
@@ -182,6 +188,18 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_catalog_service_pb2.ListCheckpointsResponse]:
         """ListCheckpoints lists the checkpoints of a policy, newest first.
         Errors: POLICY_NOT_FOUND, INVALID_PAGE_TOKEN.
+        Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def ExportWeights(
+        self,
+        request: _catalog_service_pb2.ExportWeightsRequest,
+        context: _aio.ServicerContext[_catalog_service_pb2.ExportWeightsRequest, _abc.Awaitable[_catalog_service_pb2.ExportWeightsResponse]],
+    ) -> _abc.Awaitable[_catalog_service_pb2.ExportWeightsResponse]:
+        """ExportWeights lists the files of a checkpoint or a policy version in the layout that PEFT or transformers load,
+        each with a presigned address.
+        Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, STORAGE_UNAVAILABLE.
         Retry: safe.
         """
 

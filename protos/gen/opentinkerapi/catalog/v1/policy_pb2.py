@@ -27,7 +27,7 @@ from google.api import resource_pb2 as google_dot_api_dot_resource__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%opentinkerapi/catalog/v1/policy.proto\x12\x18opentinkerapi.catalog.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe7\x02\n\x06Policy\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nbase_model\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x62\x61se_digest\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12\x36\n\x06tuning\x18\x05 \x01(\x0b\x32 .opentinkerapi.catalog.v1.TuningB\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x06 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0elatest_version\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64isplay_name\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07project\x18\n \x01(\tB\x04\xe2\x41\x01\x03:-\xea\x41*\n\x15opentinker.dev/Policy\x12\x11policies/{policy}\"\x88\x01\n\x06Tuning\x12:\n\x04lora\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.LoraTuningB\x04\xe2\x41\x01\x01H\x00\x12:\n\x04\x66ull\x18\x02 \x01(\x0b\x32$.opentinkerapi.catalog.v1.FullTuningB\x04\xe2\x41\x01\x01H\x00\x42\x06\n\x04kind\"b\n\nLoraTuning\x12\x12\n\x04rank\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\x05\x61lpha\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x1c\n\x0etarget_modules\x18\x03 \x03(\tB\x04\xe2\x41\x01\x01\x42\x08\n\x06_alpha\"\x0c\n\nFullTuning\"\x96\x02\n\rPolicyVersion\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x14\n\x06policy\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07version\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06sha256\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cmanifest_key\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04step\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x35\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03:G\xea\x41\x44\n\x1copentinker.dev/PolicyVersion\x12$policies/{policy}/versions/{version}\"\xcc\x02\n\nCheckpoint\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x14\n\x06policy\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cmanifest_key\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04step\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07version\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x18\n\nsize_bytes\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x35\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64isplay_name\x18\t \x01(\tB\x04\xe2\x41\x01\x01:J\xea\x41G\n\x19opentinker.dev/Checkpoint\x12*policies/{policy}/checkpoints/{checkpoint}BW\n\x1d\x64\x65v.opentinker.api.catalog.v1B\x0bPolicyProtoP\x01Z\'opentinker.dev/api/catalog/v1;catalogv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%opentinkerapi/catalog/v1/policy.proto\x12\x18opentinkerapi.catalog.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe7\x02\n\x06Policy\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nbase_model\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x62\x61se_digest\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12\x36\n\x06tuning\x18\x05 \x01(\x0b\x32 .opentinkerapi.catalog.v1.TuningB\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x06 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0elatest_version\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64isplay_name\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07project\x18\n \x01(\tB\x04\xe2\x41\x01\x03:-\xea\x41*\n\x15opentinker.dev/Policy\x12\x11policies/{policy}\"\xca\x01\n\x06Tuning\x12:\n\x04lora\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.LoraTuningB\x04\xe2\x41\x01\x01H\x00\x12:\n\x04\x66ull\x18\x02 \x01(\x0b\x32$.opentinkerapi.catalog.v1.FullTuningB\x04\xe2\x41\x01\x01H\x00\x12\x18\n\nvalue_head\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12&\n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x42\x06\n\x04kind\"y\n\nLoraTuning\x12\x12\n\x04rank\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\x05\x61lpha\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x1c\n\x0etarget_modules\x18\x03 \x03(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x64ropout\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01\x42\x08\n\x06_alpha\"\x0c\n\nFullTuning\"\x96\x02\n\rPolicyVersion\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x14\n\x06policy\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07version\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06sha256\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cmanifest_key\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04step\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x35\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03:G\xea\x41\x44\n\x1copentinker.dev/PolicyVersion\x12$policies/{policy}/versions/{version}\"\xcc\x02\n\nCheckpoint\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x14\n\x06policy\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cmanifest_key\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04step\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07version\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x18\n\nsize_bytes\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x35\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64isplay_name\x18\t \x01(\tB\x04\xe2\x41\x01\x01:J\xea\x41G\n\x19opentinker.dev/Checkpoint\x12*policies/{policy}/checkpoints/{checkpoint}BW\n\x1d\x64\x65v.opentinker.api.catalog.v1B\x0bPolicyProtoP\x01Z\'opentinker.dev/api/catalog/v1;catalogv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -61,12 +61,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TUNING'].fields_by_name['lora']._serialized_options = b'\342A\001\001'
   _globals['_TUNING'].fields_by_name['full']._loaded_options = None
   _globals['_TUNING'].fields_by_name['full']._serialized_options = b'\342A\001\001'
+  _globals['_TUNING'].fields_by_name['value_head']._loaded_options = None
+  _globals['_TUNING'].fields_by_name['value_head']._serialized_options = b'\342A\001\001'
+  _globals['_TUNING'].fields_by_name['activation_checkpointing']._loaded_options = None
+  _globals['_TUNING'].fields_by_name['activation_checkpointing']._serialized_options = b'\342A\001\001'
   _globals['_LORATUNING'].fields_by_name['rank']._loaded_options = None
   _globals['_LORATUNING'].fields_by_name['rank']._serialized_options = b'\342A\001\002'
   _globals['_LORATUNING'].fields_by_name['alpha']._loaded_options = None
   _globals['_LORATUNING'].fields_by_name['alpha']._serialized_options = b'\342A\001\001'
   _globals['_LORATUNING'].fields_by_name['target_modules']._loaded_options = None
   _globals['_LORATUNING'].fields_by_name['target_modules']._serialized_options = b'\342A\001\001'
+  _globals['_LORATUNING'].fields_by_name['dropout']._loaded_options = None
+  _globals['_LORATUNING'].fields_by_name['dropout']._serialized_options = b'\342A\001\001'
   _globals['_POLICYVERSION'].fields_by_name['name']._loaded_options = None
   _globals['_POLICYVERSION'].fields_by_name['name']._serialized_options = b'\342A\001\010'
   _globals['_POLICYVERSION'].fields_by_name['policy']._loaded_options = None
@@ -106,13 +112,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICY']._serialized_start=161
   _globals['_POLICY']._serialized_end=520
   _globals['_TUNING']._serialized_start=523
-  _globals['_TUNING']._serialized_end=659
-  _globals['_LORATUNING']._serialized_start=661
-  _globals['_LORATUNING']._serialized_end=759
-  _globals['_FULLTUNING']._serialized_start=761
-  _globals['_FULLTUNING']._serialized_end=773
-  _globals['_POLICYVERSION']._serialized_start=776
-  _globals['_POLICYVERSION']._serialized_end=1054
-  _globals['_CHECKPOINT']._serialized_start=1057
-  _globals['_CHECKPOINT']._serialized_end=1389
+  _globals['_TUNING']._serialized_end=725
+  _globals['_LORATUNING']._serialized_start=727
+  _globals['_LORATUNING']._serialized_end=848
+  _globals['_FULLTUNING']._serialized_start=850
+  _globals['_FULLTUNING']._serialized_end=862
+  _globals['_POLICYVERSION']._serialized_start=865
+  _globals['_POLICYVERSION']._serialized_end=1143
+  _globals['_CHECKPOINT']._serialized_start=1146
+  _globals['_CHECKPOINT']._serialized_end=1478
 # @@protoc_insertion_point(module_scope)

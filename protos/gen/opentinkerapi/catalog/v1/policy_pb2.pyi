@@ -89,6 +89,12 @@ class Tuning(_message.Message):
 
     LORA_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    VALUE_HEAD_FIELD_NUMBER: _builtins.int
+    ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    value_head: _builtins.bool
+    """Train a value head beside: a linear map from the last hidden state to one number. Needed by value losses."""
+    activation_checkpointing: _builtins.bool
+    """Compute activations again in the backward pass instead of keeping them."""
     @_builtins.property
     def lora(self) -> Global___LoraTuning:
         """Low-rank adapters over a frozen base."""
@@ -102,10 +108,12 @@ class Tuning(_message.Message):
         *,
         lora: Global___LoraTuning | None = ...,
         full: Global___FullTuning | None = ...,
+        value_head: _builtins.bool = ...,
+        activation_checkpointing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "kind", b"kind", "lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "kind", b"kind", "lora", b"lora"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "full", b"full", "kind", b"kind", "lora", b"lora", "value_head", b"value_head"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["lora", "full"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -122,13 +130,16 @@ class LoraTuning(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    DROPOUT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank of the adapters, at least 1."""
     alpha: _builtins.float
     """Numerator of the scale. Default 32."""
+    dropout: _builtins.float
+    """Dropout of the adapter's input; only 0 is taken."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of linear layers. Default: all attention and MLP projections."""
+        """Names of linear layers, "lm_head" (the unembedding) included. Default: all attention and MLP projections."""
 
     def __init__(
         self,
@@ -136,10 +147,11 @@ class LoraTuning(_message.Message):
         rank: _builtins.int = ...,
         alpha: _builtins.float | None = ...,
         target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        dropout: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "dropout", b"dropout", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,78 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _CorrectionKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CorrectionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CorrectionKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CORRECTION_KIND_UNSPECIFIED: _CorrectionKind.ValueType  # 0
+    """Not set."""
+    CORRECTION_KIND_TOKEN_TRUNCATE: _CorrectionKind.ValueType  # 1
+    """min(w, high) for each token (truncated importance sampling)."""
+    CORRECTION_KIND_TOKEN_MASK: _CorrectionKind.ValueType  # 2
+    """w for each token where it lies in [low, high], 0 elsewhere (IcePop)."""
+    CORRECTION_KIND_SEQUENCE_TRUNCATE: _CorrectionKind.ValueType  # 3
+    """min(product of w over the sequence, high) for all its tokens."""
+    CORRECTION_KIND_SEQUENCE_MASK: _CorrectionKind.ValueType  # 4
+    """The product of w over the sequence where it lies in [low, high], 0 elsewhere."""
+    CORRECTION_KIND_GEOMETRIC_MASK: _CorrectionKind.ValueType  # 5
+    """The token's w where the geometric mean over the sequence lies in [low, high], 0 for the others."""
+    CORRECTION_KIND_NONE: _CorrectionKind.ValueType  # 6
+    """w itself: decoupled PPO."""
+
+class CorrectionKind(_CorrectionKind, metaclass=_CorrectionKindEnumTypeWrapper):
+    """CorrectionKind is what becomes of w = exp(proximal logprob - behavior logprob)."""
+
+CORRECTION_KIND_UNSPECIFIED: CorrectionKind.ValueType  # 0
+"""Not set."""
+CORRECTION_KIND_TOKEN_TRUNCATE: CorrectionKind.ValueType  # 1
+"""min(w, high) for each token (truncated importance sampling)."""
+CORRECTION_KIND_TOKEN_MASK: CorrectionKind.ValueType  # 2
+"""w for each token where it lies in [low, high], 0 elsewhere (IcePop)."""
+CORRECTION_KIND_SEQUENCE_TRUNCATE: CorrectionKind.ValueType  # 3
+"""min(product of w over the sequence, high) for all its tokens."""
+CORRECTION_KIND_SEQUENCE_MASK: CorrectionKind.ValueType  # 4
+"""The product of w over the sequence where it lies in [low, high], 0 elsewhere."""
+CORRECTION_KIND_GEOMETRIC_MASK: CorrectionKind.ValueType  # 5
+"""The token's w where the geometric mean over the sequence lies in [low, high], 0 for the others."""
+CORRECTION_KIND_NONE: CorrectionKind.ValueType  # 6
+"""w itself: decoupled PPO."""
+Global___CorrectionKind: _TypeAlias = CorrectionKind  # noqa: Y015
+
+class _KlEstimator:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KlEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlEstimator.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KL_ESTIMATOR_UNSPECIFIED: _KlEstimator.ValueType  # 0
+    """Not set."""
+    KL_ESTIMATOR_K1: _KlEstimator.ValueType  # 1
+    """d."""
+    KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
+    """d^2 / 2."""
+    KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
+    """exp(-d) - 1 + d."""
+    KL_ESTIMATOR_K3_STRAIGHT_THROUGH: _KlEstimator.ValueType  # 4
+    """The value of K3 with the gradient of K2 (straight through)."""
+
+class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper):
+    """KlEstimator estimates a divergence from d = logprob - other logprob at a sampled token."""
+
+KL_ESTIMATOR_UNSPECIFIED: KlEstimator.ValueType  # 0
+"""Not set."""
+KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
+"""d."""
+KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
+"""d^2 / 2."""
+KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
+"""exp(-d) - 1 + d."""
+KL_ESTIMATOR_K3_STRAIGHT_THROUGH: KlEstimator.ValueType  # 4
+"""The value of K3 with the gradient of K2 (straight through)."""
+Global___KlEstimator: _TypeAlias = KlEstimator  # noqa: Y015
 
 @_typing.final
 class LossComponent(_message.Message):
@@ -31,9 +104,20 @@ class LossComponent(_message.Message):
     PPO_FIELD_NUMBER: _builtins.int
     CROSS_ENTROPY_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
+    GSPO_FIELD_NUMBER: _builtins.int
+    CISPO_FIELD_NUMBER: _builtins.int
+    SAPO_FIELD_NUMBER: _builtins.int
+    GMPO_FIELD_NUMBER: _builtins.int
+    DPPO_TV_FIELD_NUMBER: _builtins.int
+    DRO_FIELD_NUMBER: _builtins.int
+    KL_FIELD_NUMBER: _builtins.int
+    ENTROPY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    DISTILLATION_FIELD_NUMBER: _builtins.int
     DENOMINATOR_FIELD_NUMBER: _builtins.int
     DEFERRED_FIELD_NUMBER: _builtins.int
     COEFFICIENT_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the component, unique in the request; metrics and denominators refer to it."""
     denominator: _builtins.float
@@ -57,8 +141,52 @@ class LossComponent(_message.Message):
         """A loss registered with the server by name."""
 
     @_builtins.property
+    def gspo(self) -> Global___GspoLoss:
+        """Clipped surrogate of the sequence's geometric-mean ratio."""
+
+    @_builtins.property
+    def cispo(self) -> Global___CispoLoss:
+        """Policy gradient weighted by the bounded, detached ratio."""
+
+    @_builtins.property
+    def sapo(self) -> Global___SapoLoss:
+        """Soft gate instead of a clip."""
+
+    @_builtins.property
+    def gmpo(self) -> Global___GmpoLoss:
+        """Geometric mean of clipped token ratios."""
+
+    @_builtins.property
+    def dppo_tv(self) -> Global___DppoTvLoss:
+        """Ratio masked where the probability moved too far."""
+
+    @_builtins.property
+    def dro(self) -> Global___DroLoss:
+        """Direct reward optimization."""
+
+    @_builtins.property
+    def kl(self) -> Global___KlLoss:
+        """Divergence from the reference policy."""
+
+    @_builtins.property
+    def entropy(self) -> Global___EntropyLoss:
+        """Negative entropy of the policy: a positive coefficient is an entropy bonus."""
+
+    @_builtins.property
+    def value(self) -> Global___ValueLoss:
+        """Squared error of the value head."""
+
+    @_builtins.property
+    def distillation(self) -> Global___DistillationLoss:
+        """Divergence from a teacher at the tokens of the sample."""
+
+    @_builtins.property
     def deferred(self) -> Global___DeferredDenominator:
         """Supplied by OptimStep."""
+
+    @_builtins.property
+    def correction(self) -> Global___OffPolicyCorrection:
+        """Weights a policy loss by how far the sampler is from the proximal policy. Policy losses only."""
 
     def __init__(
         self,
@@ -68,17 +196,28 @@ class LossComponent(_message.Message):
         ppo: Global___PpoLoss | None = ...,
         cross_entropy: Global___CrossEntropyLoss | None = ...,
         registered: Global___RegisteredLoss | None = ...,
+        gspo: Global___GspoLoss | None = ...,
+        cispo: Global___CispoLoss | None = ...,
+        sapo: Global___SapoLoss | None = ...,
+        gmpo: Global___GmpoLoss | None = ...,
+        dppo_tv: Global___DppoTvLoss | None = ...,
+        dro: Global___DroLoss | None = ...,
+        kl: Global___KlLoss | None = ...,
+        entropy: Global___EntropyLoss | None = ...,
+        value: Global___ValueLoss | None = ...,
+        distillation: Global___DistillationLoss | None = ...,
         denominator: _builtins.float = ...,
         deferred: Global___DeferredDenominator | None = ...,
         coefficient: _builtins.float | None = ...,
+        correction: Global___OffPolicyCorrection | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "cross_entropy", b"cross_entropy", "deferred", b"deferred", "denominator", b"denominator", "importance_sampling", b"importance_sampling", "loss", b"loss", "normalization", b"normalization", "ppo", b"ppo", "registered", b"registered"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "cispo", b"cispo", "coefficient", b"coefficient", "correction", b"correction", "cross_entropy", b"cross_entropy", "deferred", b"deferred", "denominator", b"denominator", "distillation", b"distillation", "dppo_tv", b"dppo_tv", "dro", b"dro", "entropy", b"entropy", "gmpo", b"gmpo", "gspo", b"gspo", "importance_sampling", b"importance_sampling", "kl", b"kl", "loss", b"loss", "normalization", b"normalization", "ppo", b"ppo", "registered", b"registered", "sapo", b"sapo", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "cross_entropy", b"cross_entropy", "deferred", b"deferred", "denominator", b"denominator", "importance_sampling", b"importance_sampling", "loss", b"loss", "name", b"name", "normalization", b"normalization", "ppo", b"ppo", "registered", b"registered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "cispo", b"cispo", "coefficient", b"coefficient", "correction", b"correction", "cross_entropy", b"cross_entropy", "deferred", b"deferred", "denominator", b"denominator", "distillation", b"distillation", "dppo_tv", b"dppo_tv", "dro", b"dro", "entropy", b"entropy", "gmpo", b"gmpo", "gspo", b"gspo", "importance_sampling", b"importance_sampling", "kl", b"kl", "loss", b"loss", "name", b"name", "normalization", b"normalization", "ppo", b"ppo", "registered", b"registered", "sapo", b"sapo", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__coefficient: _TypeAlias = _typing.Literal["coefficient"]  # noqa: Y015
     _WhichOneofArgType__coefficient: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType_loss: _TypeAlias = _typing.Literal["importance_sampling", "ppo", "cross_entropy", "registered"]  # noqa: Y015
+    _WhichOneofReturnType_loss: _TypeAlias = _typing.Literal["importance_sampling", "ppo", "cross_entropy", "registered", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dro", "kl", "entropy", "value", "distillation"]  # noqa: Y015
     _WhichOneofArgType_loss: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     _WhichOneofReturnType_normalization: _TypeAlias = _typing.Literal["denominator", "deferred"]  # noqa: Y015
     _WhichOneofArgType_normalization: _TypeAlias = _typing.Literal["normalization", b"normalization"]  # noqa: Y015
@@ -90,6 +229,337 @@ class LossComponent(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_normalization) -> _WhichOneofReturnType_normalization | None: ...
 
 Global___LossComponent: _TypeAlias = LossComponent  # noqa: Y015
+
+@_typing.final
+class OffPolicyCorrection(_message.Message):
+    """OffPolicyCorrection multiplies a token's policy loss by a bounded, detached importance weight.
+    Samples must carry proximal_logprobs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    kind: Global___CorrectionKind.ValueType
+    """What is bounded, and how."""
+    low: _builtins.float
+    """Lower bound. Default 0."""
+    high: _builtins.float
+    """Upper bound. Default none."""
+    def __init__(
+        self,
+        *,
+        kind: Global___CorrectionKind.ValueType = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "kind", b"kind", "low", b"low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
+
+Global___OffPolicyCorrection: _TypeAlias = OffPolicyCorrection  # noqa: Y015
+
+@_typing.final
+class GspoLoss(_message.Message):
+    """GspoLoss is PPO's surrogate with the ratio exp(mean over the sequence of the log ratio)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIP_LOW_FIELD_NUMBER: _builtins.int
+    CLIP_HIGH_FIELD_NUMBER: _builtins.int
+    clip_low: _builtins.float
+    """Lower clip range. Default 3e-4."""
+    clip_high: _builtins.float
+    """Upper clip range. Default 4e-4."""
+    def __init__(
+        self,
+        *,
+        clip_low: _builtins.float | None = ...,
+        clip_high: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "clip_high", b"clip_high", "clip_low", b"clip_low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "clip_high", b"clip_high", "clip_low", b"clip_low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
+    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
+    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
+    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
+
+Global___GspoLoss: _TypeAlias = GspoLoss  # noqa: Y015
+
+@_typing.final
+class CispoLoss(_message.Message):
+    """CispoLoss is -sg(clamp(r, ratio_min, ratio_max)) A logprob."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RATIO_MIN_FIELD_NUMBER: _builtins.int
+    RATIO_MAX_FIELD_NUMBER: _builtins.int
+    ratio_min: _builtins.float
+    """Least weight. Default 0.8."""
+    ratio_max: _builtins.float
+    """Greatest weight. Default 1.28."""
+    def __init__(
+        self,
+        *,
+        ratio_min: _builtins.float | None = ...,
+        ratio_max: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ratio_max", b"_ratio_max", "_ratio_min", b"_ratio_min", "ratio_max", b"ratio_max", "ratio_min", b"ratio_min"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ratio_max", b"_ratio_max", "_ratio_min", b"_ratio_min", "ratio_max", b"ratio_max", "ratio_min", b"ratio_min"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ratio_max: _TypeAlias = _typing.Literal["ratio_max"]  # noqa: Y015
+    _WhichOneofArgType__ratio_max: _TypeAlias = _typing.Literal["_ratio_max", b"_ratio_max"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_min: _TypeAlias = _typing.Literal["ratio_min"]  # noqa: Y015
+    _WhichOneofArgType__ratio_min: _TypeAlias = _typing.Literal["_ratio_min", b"_ratio_min"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_max) -> _WhichOneofReturnType__ratio_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_min) -> _WhichOneofReturnType__ratio_min | None: ...
+
+Global___CispoLoss: _TypeAlias = CispoLoss  # noqa: Y015
+
+@_typing.final
+class SapoLoss(_message.Message):
+    """SapoLoss is -sigmoid(tau (r - 1)) 4 / tau A, with one tau for A > 0 and one for the rest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAU_POSITIVE_FIELD_NUMBER: _builtins.int
+    TAU_NEGATIVE_FIELD_NUMBER: _builtins.int
+    tau_positive: _builtins.float
+    """Temperature where A > 0. Default 1."""
+    tau_negative: _builtins.float
+    """Temperature elsewhere. Default 1.05."""
+    def __init__(
+        self,
+        *,
+        tau_positive: _builtins.float | None = ...,
+        tau_negative: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tau_negative: _TypeAlias = _typing.Literal["tau_negative"]  # noqa: Y015
+    _WhichOneofArgType__tau_negative: _TypeAlias = _typing.Literal["_tau_negative", b"_tau_negative"]  # noqa: Y015
+    _WhichOneofReturnType__tau_positive: _TypeAlias = _typing.Literal["tau_positive"]  # noqa: Y015
+    _WhichOneofArgType__tau_positive: _TypeAlias = _typing.Literal["_tau_positive", b"_tau_positive"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tau_negative) -> _WhichOneofReturnType__tau_negative | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tau_positive) -> _WhichOneofReturnType__tau_positive | None: ...
+
+Global___SapoLoss: _TypeAlias = SapoLoss  # noqa: Y015
+
+@_typing.final
+class GmpoLoss(_message.Message):
+    """GmpoLoss is -A times the geometric mean over the sequence of the token ratios, clipped in log space."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIP_LOW_FIELD_NUMBER: _builtins.int
+    CLIP_HIGH_FIELD_NUMBER: _builtins.int
+    clip_low: _builtins.float
+    """Lower bound of the log ratio, as a distance from 0. Default 0.4."""
+    clip_high: _builtins.float
+    """Upper bound of the log ratio. Default 0.4."""
+    def __init__(
+        self,
+        *,
+        clip_low: _builtins.float | None = ...,
+        clip_high: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "clip_high", b"clip_high", "clip_low", b"clip_low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "clip_high", b"clip_high", "clip_low", b"clip_low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
+    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
+    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
+    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
+
+Global___GmpoLoss: _TypeAlias = GmpoLoss  # noqa: Y015
+
+@_typing.final
+class DppoTvLoss(_message.Message):
+    """DppoTvLoss is -sg(min(r, ratio_max)) A logprob where the token's probability has moved in the direction of A by no
+    more than delta.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELTA_LOW_FIELD_NUMBER: _builtins.int
+    DELTA_HIGH_FIELD_NUMBER: _builtins.int
+    RATIO_MAX_FIELD_NUMBER: _builtins.int
+    delta_low: _builtins.float
+    """Bound on a fall of the probability where A < 0. Default 0.15."""
+    delta_high: _builtins.float
+    """Bound on a rise of the probability where A > 0. Default 0.15."""
+    ratio_max: _builtins.float
+    """Bound of the ratio. Default 20."""
+    def __init__(
+        self,
+        *,
+        delta_low: _builtins.float | None = ...,
+        delta_high: _builtins.float | None = ...,
+        ratio_max: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta_high", b"_delta_high", "_delta_low", b"_delta_low", "_ratio_max", b"_ratio_max", "delta_high", b"delta_high", "delta_low", b"delta_low", "ratio_max", b"ratio_max"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_high", b"_delta_high", "_delta_low", b"_delta_low", "_ratio_max", b"_ratio_max", "delta_high", b"delta_high", "delta_low", b"delta_low", "ratio_max", b"ratio_max"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__delta_high: _TypeAlias = _typing.Literal["delta_high"]  # noqa: Y015
+    _WhichOneofArgType__delta_high: _TypeAlias = _typing.Literal["_delta_high", b"_delta_high"]  # noqa: Y015
+    _WhichOneofReturnType__delta_low: _TypeAlias = _typing.Literal["delta_low"]  # noqa: Y015
+    _WhichOneofArgType__delta_low: _TypeAlias = _typing.Literal["_delta_low", b"_delta_low"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_max: _TypeAlias = _typing.Literal["ratio_max"]  # noqa: Y015
+    _WhichOneofArgType__ratio_max: _TypeAlias = _typing.Literal["_ratio_max", b"_ratio_max"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_high) -> _WhichOneofReturnType__delta_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_low) -> _WhichOneofReturnType__delta_low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_max) -> _WhichOneofReturnType__ratio_max | None: ...
+
+Global___DppoTvLoss: _TypeAlias = DppoTvLoss  # noqa: Y015
+
+@_typing.final
+class DroLoss(_message.Message):
+    """DroLoss is -logprob A + beta / 2 (logprob - behavior logprob)^2."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BETA_FIELD_NUMBER: _builtins.int
+    beta: _builtins.float
+    """Strength of the quadratic term. Default 0.1."""
+    def __init__(
+        self,
+        *,
+        beta: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "beta", b"beta"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "beta", b"beta"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beta: _TypeAlias = _typing.Literal["beta"]  # noqa: Y015
+    _WhichOneofArgType__beta: _TypeAlias = _typing.Literal["_beta", b"_beta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beta) -> _WhichOneofReturnType__beta | None: ...
+
+Global___DroLoss: _TypeAlias = DroLoss  # noqa: Y015
+
+@_typing.final
+class KlLoss(_message.Message):
+    """KlLoss is an estimate of KL(policy || reference) from reference_logprobs. d is clamped to +-20, K3 to at most 10."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ESTIMATOR_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_WEIGHTED_FIELD_NUMBER: _builtins.int
+    estimator: Global___KlEstimator.ValueType
+    """Estimator. Default K3."""
+    importance_weighted: _builtins.bool
+    """Multiply by exp(logprob - behavior logprob), which makes the estimate unbiased off policy."""
+    def __init__(
+        self,
+        *,
+        estimator: Global___KlEstimator.ValueType = ...,
+        importance_weighted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimator", b"estimator", "importance_weighted", b"importance_weighted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KlLoss: _TypeAlias = KlLoss  # noqa: Y015
+
+@_typing.final
+class EntropyLoss(_message.Message):
+    """EntropyLoss has no options."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EntropyLoss: _TypeAlias = EntropyLoss  # noqa: Y015
+
+@_typing.final
+class ValueLoss(_message.Message):
+    """ValueLoss is max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, from returns and old_values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIP_FIELD_NUMBER: _builtins.int
+    clip: _builtins.float
+    """Clip range around old_values. Default off."""
+    def __init__(
+        self,
+        *,
+        clip: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "clip", b"clip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "clip", b"clip"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
+    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
+
+Global___ValueLoss: _TypeAlias = ValueLoss  # noqa: Y015
+
+@_typing.final
+class DistillationLoss(_message.Message):
+    """DistillationLoss is an estimate of KL(policy || teacher) from teacher_logprobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ESTIMATOR_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_WEIGHTED_FIELD_NUMBER: _builtins.int
+    estimator: Global___KlEstimator.ValueType
+    """Estimator. Default K3_STRAIGHT_THROUGH."""
+    importance_weighted: _builtins.bool
+    """Multiply by exp(logprob - behavior logprob)."""
+    def __init__(
+        self,
+        *,
+        estimator: Global___KlEstimator.ValueType = ...,
+        importance_weighted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimator", b"estimator", "importance_weighted", b"importance_weighted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DistillationLoss: _TypeAlias = DistillationLoss  # noqa: Y015
 
 @_typing.final
 class DeferredDenominator(_message.Message):

@@ -26,7 +26,7 @@ from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior_
 from opentinkerapi.data.v1 import prompt_pb2 as opentinkerapi_dot_data_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(opentinkerapi/data/v1/train_sample.proto\x12\x15opentinkerapi.data.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\"opentinkerapi/data/v1/prompt.proto\"\xfa\x02\n\x0bTrainSample\x12\x17\n\tsample_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x1c.opentinkerapi.data.v1.ChunkB\x04\xe2\x41\x01\x02\x12\x17\n\tloss_mask\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x1f\n\x11\x62\x65havior_logprobs\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x18\n\nadvantages\x18\x05 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07weights\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\'\n\x14sampling_temperature\x18\x07 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12?\n\rversion_spans\x18\x08 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x01\x12\x16\n\x08group_id\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\ncomponents\x18\n \x03(\tB\x04\xe2\x41\x01\x01\x42\x17\n\x15_sampling_temperatureBS\n\x1a\x64\x65v.opentinker.api.data.v1B\x10TrainSampleProtoP\x01Z!opentinker.dev/api/data/v1;datav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(opentinkerapi/data/v1/train_sample.proto\x12\x15opentinkerapi.data.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\"opentinkerapi/data/v1/prompt.proto\"\x8e\x04\n\x0bTrainSample\x12\x17\n\tsample_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x1c.opentinkerapi.data.v1.ChunkB\x04\xe2\x41\x01\x02\x12\x17\n\tloss_mask\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x1f\n\x11\x62\x65havior_logprobs\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x18\n\nadvantages\x18\x05 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07weights\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\'\n\x14sampling_temperature\x18\x07 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12?\n\rversion_spans\x18\x08 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x01\x12\x16\n\x08group_id\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\ncomponents\x18\n \x03(\tB\x04\xe2\x41\x01\x01\x12\x1f\n\x11proximal_logprobs\x18\x0b \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12 \n\x12reference_logprobs\x18\x0c \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10teacher_logprobs\x18\r \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07returns\x18\x0e \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x18\n\nold_values\x18\x0f \x01(\x0c\x42\x04\xe2\x41\x01\x01\x42\x17\n\x15_sampling_temperatureBS\n\x1a\x64\x65v.opentinker.api.data.v1B\x10TrainSampleProtoP\x01Z!opentinker.dev/api/data/v1;datav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,6 +54,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINSAMPLE'].fields_by_name['group_id']._serialized_options = b'\342A\001\001'
   _globals['_TRAINSAMPLE'].fields_by_name['components']._loaded_options = None
   _globals['_TRAINSAMPLE'].fields_by_name['components']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINSAMPLE'].fields_by_name['proximal_logprobs']._loaded_options = None
+  _globals['_TRAINSAMPLE'].fields_by_name['proximal_logprobs']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINSAMPLE'].fields_by_name['reference_logprobs']._loaded_options = None
+  _globals['_TRAINSAMPLE'].fields_by_name['reference_logprobs']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINSAMPLE'].fields_by_name['teacher_logprobs']._loaded_options = None
+  _globals['_TRAINSAMPLE'].fields_by_name['teacher_logprobs']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINSAMPLE'].fields_by_name['returns']._loaded_options = None
+  _globals['_TRAINSAMPLE'].fields_by_name['returns']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINSAMPLE'].fields_by_name['old_values']._loaded_options = None
+  _globals['_TRAINSAMPLE'].fields_by_name['old_values']._serialized_options = b'\342A\001\001'
   _globals['_TRAINSAMPLE']._serialized_start=137
-  _globals['_TRAINSAMPLE']._serialized_end=515
+  _globals['_TRAINSAMPLE']._serialized_end=663
 # @@protoc_insertion_point(module_scope)

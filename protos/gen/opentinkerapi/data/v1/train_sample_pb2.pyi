@@ -38,6 +38,11 @@ class TrainSample(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
+    PROXIMAL_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    OLD_VALUES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Caller's name for the row, echoed in errors."""
     loss_mask: _builtins.bytes
@@ -47,11 +52,23 @@ class TrainSample(_message.Message):
     advantages: _builtins.bytes
     """Packed float32: advantage of each token. Required by policy losses."""
     weights: _builtins.bytes
-    """Packed float32 of any sign: weight of each token in cross_entropy. Default 1."""
+    """Packed float32 of any sign: factor of the token's loss in every component. Default 1."""
     sampling_temperature: _builtins.float
     """Temperature the tokens were sampled at, applied to the logits. Default 1."""
     group_id: _builtins.str
     """Group the row came from."""
+    proximal_logprobs: _builtins.bytes
+    """Packed float32: logprob under the policy that the update starts from. The ratio of policy losses is taken to it;
+    default behavior_logprobs.
+    """
+    reference_logprobs: _builtins.bytes
+    """Packed float32: logprob under the reference policy. Required by kl."""
+    teacher_logprobs: _builtins.bytes
+    """Packed float32: logprob under the teacher. Required by distillation."""
+    returns: _builtins.bytes
+    """Packed float32: what the value head should say at each token. Required by value."""
+    old_values: _builtins.bytes
+    """Packed float32: what the value head said when the sample was collected. Required by a clipped value loss."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.Chunk]:
         """The tokens, prompt and completions together."""
@@ -77,10 +94,15 @@ class TrainSample(_message.Message):
         version_spans: _abc.Iterable[_prompt_pb2.VersionSpan] | None = ...,
         group_id: _builtins.str = ...,
         components: _abc.Iterable[_builtins.str] | None = ...,
+        proximal_logprobs: _builtins.bytes = ...,
+        reference_logprobs: _builtins.bytes = ...,
+        teacher_logprobs: _builtins.bytes = ...,
+        returns: _builtins.bytes = ...,
+        old_values: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature", "sampling_temperature", b"sampling_temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature", "advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "chunks", b"chunks", "components", b"components", "group_id", b"group_id", "loss_mask", b"loss_mask", "sample_id", b"sample_id", "sampling_temperature", b"sampling_temperature", "version_spans", b"version_spans", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature", "advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "chunks", b"chunks", "components", b"components", "group_id", b"group_id", "loss_mask", b"loss_mask", "old_values", b"old_values", "proximal_logprobs", b"proximal_logprobs", "reference_logprobs", b"reference_logprobs", "returns", b"returns", "sample_id", b"sample_id", "sampling_temperature", b"sampling_temperature", "teacher_logprobs", b"teacher_logprobs", "version_spans", b"version_spans", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sampling_temperature: _TypeAlias = _typing.Literal["sampling_temperature"]  # noqa: Y015
     _WhichOneofArgType__sampling_temperature: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature"]  # noqa: Y015

@@ -31,7 +31,7 @@ from opentinkerapi.trainer.v1 import operation_pb2 as opentinkerapi_dot_trainer_
 from opentinkerapi.trainer.v1 import trainer_service_pb2 as opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,opentinkerapi/engine/v1/trainer_engine.proto\x12\x17opentinkerapi.engine.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a%opentinkerapi/catalog/v1/policy.proto\x1a opentinkerapi/data/v1/loss.proto\x1a(opentinkerapi/data/v1/train_sample.proto\x1a(opentinkerapi/trainer/v1/operation.proto\x1a.opentinkerapi/trainer/v1/trainer_service.proto\"\xa6\x02\n\x10TrainLoadRequest\x12\x18\n\nmodel_path\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08model_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x13\n\x05\x64type\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tattention\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07threads\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12 \n\x12micro_batch_tokens\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10micro_batch_rows\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0cshare_prefix\x18\x08 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12#\n\x15max_shared_row_tokens\x18\t \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\nlogit_rows\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\"n\n\x0cLinearLayers\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05\x63ount\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x19\n\x0bin_features\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0cout_features\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x03\"\x8f\x01\n\x11TrainLoadResponse\x12\x18\n\nvocab_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x63ontext_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x42\n\rlinear_layers\x18\x03 \x03(\x0b\x32%.opentinkerapi.engine.v1.LinearLayersB\x04\xe2\x41\x01\x03\"~\n\x18TrainCreatePolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x38\n\x04lora\x18\x02 \x01(\x0b\x32$.opentinkerapi.catalog.v1.LoraTuningB\x04\xe2\x41\x01\x01\x12\x12\n\x04seed\x18\x03 \x01(\x04\x42\x04\xe2\x41\x01\x01\"\x1b\n\x19TrainCreatePolicyResponse\".\n\x16TrainDropPolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\"\x19\n\x17TrainDropPolicyResponse\"\xa2\x01\n\x13TrainForwardRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32\".opentinkerapi.data.v1.TrainSampleB\x04\xe2\x41\x01\x01\x12\x1c\n\x0ereturn_entropy\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0euse_base_model\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\x8b\x01\n\x14TrainForwardResponse\x12=\n\x06result\x18\x01 \x01(\x0b\x32\'.opentinkerapi.trainer.v1.ForwardResultB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\xe8\x01\n\x1bTrainForwardBackwardRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32\".opentinkerapi.data.v1.TrainSampleB\x04\xe2\x41\x01\x01\x12:\n\x06losses\x18\x03 \x03(\x0b\x32$.opentinkerapi.data.v1.LossComponentB\x04\xe2\x41\x01\x01\x12\x1d\n\x0freturn_logprobs\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1d\n\x0fskip_inert_rows\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\x9b\x01\n\x1cTrainForwardBackwardResponse\x12\x45\n\x06result\x18\x01 \x01(\x0b\x32/.opentinkerapi.trainer.v1.ForwardBackwardResultB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\xd8\x01\n\x15TrainOptimStepRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x34\n\x05\x61\x64\x61mw\x18\x02 \x01(\x0b\x32\x1f.opentinkerapi.trainer.v1.AdamWB\x04\xe2\x41\x01\x01\x12\x1c\n\tclip_norm\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12G\n\x0c\x64\x65nominators\x18\x04 \x03(\x0b\x32+.opentinkerapi.data.v1.ComponentDenominatorB\x04\xe2\x41\x01\x01\x42\x0c\n\n_clip_norm\"\x8f\x01\n\x16TrainOptimStepResponse\x12?\n\x06result\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OptimStepResultB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"]\n\x10TrainSaveRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tdirectory\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x61\x64\x61pter_only\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\"^\n\x11TrainSaveResponse\x12\x13\n\x05\x66iles\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"}\n\x13TrainRestoreRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tdirectory\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0cweights_only\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rdrop_gradient\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\"`\n\x14TrainRestoreResponse\x12\x12\n\x04step\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\x89\x01\n\rLoggedForward\x12;\n\x05start\x18\x01 \x01(\x0b\x32&.opentinkerapi.trainer.v1.ForwardStartB\x04\xe2\x41\x01\x01\x12;\n\x06\x63hunks\x18\x02 \x03(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01\"\x99\x01\n\x15LoggedForwardBackward\x12\x43\n\x05start\x18\x01 \x01(\x0b\x32..opentinkerapi.trainer.v1.ForwardBackwardStartB\x04\xe2\x41\x01\x01\x12;\n\x06\x63hunks\x18\x02 \x03(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01\"\xb3\x04\n\x0fLoggedOperation\x12\x11\n\x03seq\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06\x64igest\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12?\n\x07\x66orward\x18\x04 \x01(\x0b\x32&.opentinkerapi.engine.v1.LoggedForwardB\x04\xe2\x41\x01\x01H\x00\x12P\n\x10\x66orward_backward\x18\x05 \x01(\x0b\x32..opentinkerapi.engine.v1.LoggedForwardBackwardB\x04\xe2\x41\x01\x01H\x00\x12\x46\n\noptim_step\x18\x06 \x01(\x0b\x32*.opentinkerapi.trainer.v1.OptimStepRequestB\x04\xe2\x41\x01\x01H\x00\x12P\n\x0fsave_checkpoint\x18\x07 \x01(\x0b\x32/.opentinkerapi.trainer.v1.SaveCheckpointRequestB\x04\xe2\x41\x01\x01H\x00\x12V\n\x12restore_checkpoint\x18\x08 \x01(\x0b\x32\x32.opentinkerapi.trainer.v1.RestoreCheckpointRequestB\x04\xe2\x41\x01\x01H\x00\x12P\n\x0fpublish_weights\x18\t \x01(\x0b\x32/.opentinkerapi.trainer.v1.PublishWeightsRequestB\x04\xe2\x41\x01\x01H\x00\x42\x06\n\x04\x62ody\"L\n\x0bKeptResults\x12=\n\noperations\x18\x01 \x03(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x01\"\xbb\x01\n\x0cPolicyRecord\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x01\x12>\n\x07version\x18\x02 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x01\x12\x14\n\x06\x64igest\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1d\n\x0f\x66rom_checkpoint\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x42[\n\x1c\x64\x65v.opentinker.api.engine.v1B\x12TrainerEngineProtoP\x01Z%opentinker.dev/api/engine/v1;enginev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,opentinkerapi/engine/v1/trainer_engine.proto\x12\x17opentinkerapi.engine.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a%opentinkerapi/catalog/v1/policy.proto\x1a opentinkerapi/data/v1/loss.proto\x1a(opentinkerapi/data/v1/train_sample.proto\x1a(opentinkerapi/trainer/v1/operation.proto\x1a.opentinkerapi/trainer/v1/trainer_service.proto\"\xa6\x02\n\x10TrainLoadRequest\x12\x18\n\nmodel_path\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08model_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x13\n\x05\x64type\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tattention\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07threads\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12 \n\x12micro_batch_tokens\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10micro_batch_rows\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0cshare_prefix\x18\x08 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12#\n\x15max_shared_row_tokens\x18\t \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\nlogit_rows\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\"n\n\x0cLinearLayers\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05\x63ount\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x19\n\x0bin_features\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0cout_features\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x03\"\x8f\x01\n\x11TrainLoadResponse\x12\x18\n\nvocab_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x63ontext_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x42\n\rlinear_layers\x18\x03 \x03(\x0b\x32%.opentinkerapi.engine.v1.LinearLayersB\x04\xe2\x41\x01\x03\"\xb6\x01\n\x18TrainCreatePolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x38\n\x04lora\x18\x02 \x01(\x0b\x32$.opentinkerapi.catalog.v1.LoraTuningB\x04\xe2\x41\x01\x01\x12\x12\n\x04seed\x18\x03 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x36\n\x06tuning\x18\x04 \x01(\x0b\x32 .opentinkerapi.catalog.v1.TuningB\x04\xe2\x41\x01\x01\"\x1b\n\x19TrainCreatePolicyResponse\".\n\x16TrainDropPolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\"\x19\n\x17TrainDropPolicyResponse\"\xbf\x01\n\x13TrainForwardRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32\".opentinkerapi.data.v1.TrainSampleB\x04\xe2\x41\x01\x01\x12\x1c\n\x0ereturn_entropy\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0euse_base_model\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rreturn_values\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\x8b\x01\n\x14TrainForwardResponse\x12=\n\x06result\x18\x01 \x01(\x0b\x32\'.opentinkerapi.trainer.v1.ForwardResultB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\xe8\x01\n\x1bTrainForwardBackwardRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32\".opentinkerapi.data.v1.TrainSampleB\x04\xe2\x41\x01\x01\x12:\n\x06losses\x18\x03 \x03(\x0b\x32$.opentinkerapi.data.v1.LossComponentB\x04\xe2\x41\x01\x01\x12\x1d\n\x0freturn_logprobs\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1d\n\x0fskip_inert_rows\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\x9b\x01\n\x1cTrainForwardBackwardResponse\x12\x45\n\x06result\x18\x01 \x01(\x0b\x32/.opentinkerapi.trainer.v1.ForwardBackwardResultB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\xd8\x01\n\x15TrainOptimStepRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x34\n\x05\x61\x64\x61mw\x18\x02 \x01(\x0b\x32\x1f.opentinkerapi.trainer.v1.AdamWB\x04\xe2\x41\x01\x01\x12\x1c\n\tclip_norm\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12G\n\x0c\x64\x65nominators\x18\x04 \x03(\x0b\x32+.opentinkerapi.data.v1.ComponentDenominatorB\x04\xe2\x41\x01\x01\x42\x0c\n\n_clip_norm\"\x8f\x01\n\x16TrainOptimStepResponse\x12?\n\x06result\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OptimStepResultB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"]\n\x10TrainSaveRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tdirectory\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x61\x64\x61pter_only\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\"^\n\x11TrainSaveResponse\x12\x13\n\x05\x66iles\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"}\n\x13TrainRestoreRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tdirectory\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0cweights_only\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rdrop_gradient\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\"`\n\x14TrainRestoreResponse\x12\x12\n\x04step\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x34\n\x0b\x65ngine_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\x89\x01\n\rLoggedForward\x12;\n\x05start\x18\x01 \x01(\x0b\x32&.opentinkerapi.trainer.v1.ForwardStartB\x04\xe2\x41\x01\x01\x12;\n\x06\x63hunks\x18\x02 \x03(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01\"\x99\x01\n\x15LoggedForwardBackward\x12\x43\n\x05start\x18\x01 \x01(\x0b\x32..opentinkerapi.trainer.v1.ForwardBackwardStartB\x04\xe2\x41\x01\x01\x12;\n\x06\x63hunks\x18\x02 \x03(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01\"\xb3\x04\n\x0fLoggedOperation\x12\x11\n\x03seq\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06\x64igest\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12?\n\x07\x66orward\x18\x04 \x01(\x0b\x32&.opentinkerapi.engine.v1.LoggedForwardB\x04\xe2\x41\x01\x01H\x00\x12P\n\x10\x66orward_backward\x18\x05 \x01(\x0b\x32..opentinkerapi.engine.v1.LoggedForwardBackwardB\x04\xe2\x41\x01\x01H\x00\x12\x46\n\noptim_step\x18\x06 \x01(\x0b\x32*.opentinkerapi.trainer.v1.OptimStepRequestB\x04\xe2\x41\x01\x01H\x00\x12P\n\x0fsave_checkpoint\x18\x07 \x01(\x0b\x32/.opentinkerapi.trainer.v1.SaveCheckpointRequestB\x04\xe2\x41\x01\x01H\x00\x12V\n\x12restore_checkpoint\x18\x08 \x01(\x0b\x32\x32.opentinkerapi.trainer.v1.RestoreCheckpointRequestB\x04\xe2\x41\x01\x01H\x00\x12P\n\x0fpublish_weights\x18\t \x01(\x0b\x32/.opentinkerapi.trainer.v1.PublishWeightsRequestB\x04\xe2\x41\x01\x01H\x00\x42\x06\n\x04\x62ody\"L\n\x0bKeptResults\x12=\n\noperations\x18\x01 \x03(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x01\"\xbb\x01\n\x0cPolicyRecord\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x01\x12>\n\x07version\x18\x02 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x01\x12\x14\n\x06\x64igest\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1d\n\x0f\x66rom_checkpoint\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x42[\n\x1c\x64\x65v.opentinker.api.engine.v1B\x12TrainerEngineProtoP\x01Z%opentinker.dev/api/engine/v1;enginev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -79,6 +79,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINCREATEPOLICYREQUEST'].fields_by_name['lora']._serialized_options = b'\342A\001\001'
   _globals['_TRAINCREATEPOLICYREQUEST'].fields_by_name['seed']._loaded_options = None
   _globals['_TRAINCREATEPOLICYREQUEST'].fields_by_name['seed']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINCREATEPOLICYREQUEST'].fields_by_name['tuning']._loaded_options = None
+  _globals['_TRAINCREATEPOLICYREQUEST'].fields_by_name['tuning']._serialized_options = b'\342A\001\001'
   _globals['_TRAINDROPPOLICYREQUEST'].fields_by_name['policy']._loaded_options = None
   _globals['_TRAINDROPPOLICYREQUEST'].fields_by_name['policy']._serialized_options = b'\342A\001\001'
   _globals['_TRAINFORWARDREQUEST'].fields_by_name['policy']._loaded_options = None
@@ -89,6 +91,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINFORWARDREQUEST'].fields_by_name['return_entropy']._serialized_options = b'\342A\001\001'
   _globals['_TRAINFORWARDREQUEST'].fields_by_name['use_base_model']._loaded_options = None
   _globals['_TRAINFORWARDREQUEST'].fields_by_name['use_base_model']._serialized_options = b'\342A\001\001'
+  _globals['_TRAINFORWARDREQUEST'].fields_by_name['return_values']._loaded_options = None
+  _globals['_TRAINFORWARDREQUEST'].fields_by_name['return_values']._serialized_options = b'\342A\001\001'
   _globals['_TRAINFORWARDRESPONSE'].fields_by_name['result']._loaded_options = None
   _globals['_TRAINFORWARDRESPONSE'].fields_by_name['result']._serialized_options = b'\342A\001\003'
   _globals['_TRAINFORWARDRESPONSE'].fields_by_name['engine_time']._loaded_options = None
@@ -183,42 +187,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINEARLAYERS']._serialized_end=750
   _globals['_TRAINLOADRESPONSE']._serialized_start=753
   _globals['_TRAINLOADRESPONSE']._serialized_end=896
-  _globals['_TRAINCREATEPOLICYREQUEST']._serialized_start=898
-  _globals['_TRAINCREATEPOLICYREQUEST']._serialized_end=1024
-  _globals['_TRAINCREATEPOLICYRESPONSE']._serialized_start=1026
-  _globals['_TRAINCREATEPOLICYRESPONSE']._serialized_end=1053
-  _globals['_TRAINDROPPOLICYREQUEST']._serialized_start=1055
-  _globals['_TRAINDROPPOLICYREQUEST']._serialized_end=1101
-  _globals['_TRAINDROPPOLICYRESPONSE']._serialized_start=1103
-  _globals['_TRAINDROPPOLICYRESPONSE']._serialized_end=1128
-  _globals['_TRAINFORWARDREQUEST']._serialized_start=1131
-  _globals['_TRAINFORWARDREQUEST']._serialized_end=1293
-  _globals['_TRAINFORWARDRESPONSE']._serialized_start=1296
-  _globals['_TRAINFORWARDRESPONSE']._serialized_end=1435
-  _globals['_TRAINFORWARDBACKWARDREQUEST']._serialized_start=1438
-  _globals['_TRAINFORWARDBACKWARDREQUEST']._serialized_end=1670
-  _globals['_TRAINFORWARDBACKWARDRESPONSE']._serialized_start=1673
-  _globals['_TRAINFORWARDBACKWARDRESPONSE']._serialized_end=1828
-  _globals['_TRAINOPTIMSTEPREQUEST']._serialized_start=1831
-  _globals['_TRAINOPTIMSTEPREQUEST']._serialized_end=2047
-  _globals['_TRAINOPTIMSTEPRESPONSE']._serialized_start=2050
-  _globals['_TRAINOPTIMSTEPRESPONSE']._serialized_end=2193
-  _globals['_TRAINSAVEREQUEST']._serialized_start=2195
-  _globals['_TRAINSAVEREQUEST']._serialized_end=2288
-  _globals['_TRAINSAVERESPONSE']._serialized_start=2290
-  _globals['_TRAINSAVERESPONSE']._serialized_end=2384
-  _globals['_TRAINRESTOREREQUEST']._serialized_start=2386
-  _globals['_TRAINRESTOREREQUEST']._serialized_end=2511
-  _globals['_TRAINRESTORERESPONSE']._serialized_start=2513
-  _globals['_TRAINRESTORERESPONSE']._serialized_end=2609
-  _globals['_LOGGEDFORWARD']._serialized_start=2612
-  _globals['_LOGGEDFORWARD']._serialized_end=2749
-  _globals['_LOGGEDFORWARDBACKWARD']._serialized_start=2752
-  _globals['_LOGGEDFORWARDBACKWARD']._serialized_end=2905
-  _globals['_LOGGEDOPERATION']._serialized_start=2908
-  _globals['_LOGGEDOPERATION']._serialized_end=3471
-  _globals['_KEPTRESULTS']._serialized_start=3473
-  _globals['_KEPTRESULTS']._serialized_end=3549
-  _globals['_POLICYRECORD']._serialized_start=3552
-  _globals['_POLICYRECORD']._serialized_end=3739
+  _globals['_TRAINCREATEPOLICYREQUEST']._serialized_start=899
+  _globals['_TRAINCREATEPOLICYREQUEST']._serialized_end=1081
+  _globals['_TRAINCREATEPOLICYRESPONSE']._serialized_start=1083
+  _globals['_TRAINCREATEPOLICYRESPONSE']._serialized_end=1110
+  _globals['_TRAINDROPPOLICYREQUEST']._serialized_start=1112
+  _globals['_TRAINDROPPOLICYREQUEST']._serialized_end=1158
+  _globals['_TRAINDROPPOLICYRESPONSE']._serialized_start=1160
+  _globals['_TRAINDROPPOLICYRESPONSE']._serialized_end=1185
+  _globals['_TRAINFORWARDREQUEST']._serialized_start=1188
+  _globals['_TRAINFORWARDREQUEST']._serialized_end=1379
+  _globals['_TRAINFORWARDRESPONSE']._serialized_start=1382
+  _globals['_TRAINFORWARDRESPONSE']._serialized_end=1521
+  _globals['_TRAINFORWARDBACKWARDREQUEST']._serialized_start=1524
+  _globals['_TRAINFORWARDBACKWARDREQUEST']._serialized_end=1756
+  _globals['_TRAINFORWARDBACKWARDRESPONSE']._serialized_start=1759
+  _globals['_TRAINFORWARDBACKWARDRESPONSE']._serialized_end=1914
+  _globals['_TRAINOPTIMSTEPREQUEST']._serialized_start=1917
+  _globals['_TRAINOPTIMSTEPREQUEST']._serialized_end=2133
+  _globals['_TRAINOPTIMSTEPRESPONSE']._serialized_start=2136
+  _globals['_TRAINOPTIMSTEPRESPONSE']._serialized_end=2279
+  _globals['_TRAINSAVEREQUEST']._serialized_start=2281
+  _globals['_TRAINSAVEREQUEST']._serialized_end=2374
+  _globals['_TRAINSAVERESPONSE']._serialized_start=2376
+  _globals['_TRAINSAVERESPONSE']._serialized_end=2470
+  _globals['_TRAINRESTOREREQUEST']._serialized_start=2472
+  _globals['_TRAINRESTOREREQUEST']._serialized_end=2597
+  _globals['_TRAINRESTORERESPONSE']._serialized_start=2599
+  _globals['_TRAINRESTORERESPONSE']._serialized_end=2695
+  _globals['_LOGGEDFORWARD']._serialized_start=2698
+  _globals['_LOGGEDFORWARD']._serialized_end=2835
+  _globals['_LOGGEDFORWARDBACKWARD']._serialized_start=2838
+  _globals['_LOGGEDFORWARDBACKWARD']._serialized_end=2991
+  _globals['_LOGGEDOPERATION']._serialized_start=2994
+  _globals['_LOGGEDOPERATION']._serialized_end=3557
+  _globals['_KEPTRESULTS']._serialized_start=3559
+  _globals['_KEPTRESULTS']._serialized_end=3635
+  _globals['_POLICYRECORD']._serialized_start=3638
+  _globals['_POLICYRECORD']._serialized_end=3825
 # @@protoc_insertion_point(module_scope)

@@ -157,6 +157,7 @@ class TrainCreatePolicyRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    TUNING_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """"policies/{policy}"."""
     seed: _builtins.int
@@ -165,16 +166,21 @@ class TrainCreatePolicyRequest(_message.Message):
     def lora(self) -> _policy_pb2.LoraTuning:
         """Its adapter, every field set."""
 
+    @_builtins.property
+    def tuning(self) -> _policy_pb2.Tuning:
+        """What is trained, every field set; replaces lora."""
+
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         lora: _policy_pb2.LoraTuning | None = ...,
         seed: _builtins.int = ...,
+        tuning: _policy_pb2.Tuning | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "policy", b"policy", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "policy", b"policy", "seed", b"seed", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,12 +252,15 @@ class TrainForwardRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     RETURN_ENTROPY_FIELD_NUMBER: _builtins.int
     USE_BASE_MODEL_FIELD_NUMBER: _builtins.int
+    RETURN_VALUES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """"policies/{policy}"."""
     return_entropy: _builtins.bool
     """Whether to return entropies."""
     use_base_model: _builtins.bool
-    """Compute with the adapter off."""
+    """Compute with the base model as it was loaded."""
+    return_values: _builtins.bool
+    """Whether to return values."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_train_sample_pb2.TrainSample]:
         """The rows."""
@@ -263,10 +272,11 @@ class TrainForwardRequest(_message.Message):
         samples: _abc.Iterable[_train_sample_pb2.TrainSample] | None = ...,
         return_entropy: _builtins.bool = ...,
         use_base_model: _builtins.bool = ...,
+        return_values: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "return_entropy", b"return_entropy", "samples", b"samples", "use_base_model", b"use_base_model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "return_entropy", b"return_entropy", "return_values", b"return_values", "samples", b"samples", "use_base_model", b"use_base_model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

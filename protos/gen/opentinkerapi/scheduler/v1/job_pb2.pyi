@@ -396,6 +396,7 @@ class ServerOptions(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     EXCLUSIVE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Trainer: "torch" or "noop". Inference: "vllm", "transformers" or "noop". Default: the cluster's."""
     dtype: _builtins.str
@@ -408,6 +409,8 @@ class ServerOptions(_message.Message):
     """Longest sequence. Default: the model's, at most the cluster's limit."""
     exclusive: _builtins.bool
     """Not shared with other jobs."""
+    ranks: _builtins.int
+    """Trainer: processes that a policy is spread over. Default 1."""
     def __init__(
         self,
         *,
@@ -417,10 +420,11 @@ class ServerOptions(_message.Message):
         max_lora_rank: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         exclusive: _builtins.bool = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "dtype", b"dtype", "engine", b"engine", "exclusive", b"exclusive", "max_lora_rank", b"max_lora_rank", "serving_mode", b"serving_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "dtype", b"dtype", "engine", b"engine", "exclusive", b"exclusive", "max_lora_rank", b"max_lora_rank", "ranks", b"ranks", "serving_mode", b"serving_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ from opentinkerapi.data.v1 import blob_pb2 as opentinkerapi_dot_data_dot_v1_dot_
 from opentinkerapi.data.v1 import loss_pb2 as opentinkerapi_dot_data_dot_v1_dot_loss__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(opentinkerapi/trainer/v1/operation.proto\x12\x18opentinkerapi.trainer.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a%opentinkerapi/catalog/v1/policy.proto\x1a opentinkerapi/data/v1/blob.proto\x1a opentinkerapi/data/v1/loss.proto\"\x84\x01\n\x0fOperationHeader\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x17\n\tacked_seq\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x01\"\xcb\x05\n\tOperation\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x18\n\nrequest_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12=\n\x05state\x18\x04 \x01(\x0e\x32(.opentinkerapi.trainer.v1.OperationStateB\x04\xe2\x41\x01\x03\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.StatusB\x04\xe2\x41\x01\x03\x12@\n\x07\x66orward\x18\x06 \x01(\x0b\x32\'.opentinkerapi.trainer.v1.ForwardResultB\x04\xe2\x41\x01\x03H\x00\x12Q\n\x10\x66orward_backward\x18\x07 \x01(\x0b\x32/.opentinkerapi.trainer.v1.ForwardBackwardResultB\x04\xe2\x41\x01\x03H\x00\x12\x45\n\noptim_step\x18\x08 \x01(\x0b\x32).opentinkerapi.trainer.v1.OptimStepResultB\x04\xe2\x41\x01\x03H\x00\x12O\n\x0fsave_checkpoint\x18\t \x01(\x0b\x32..opentinkerapi.trainer.v1.SaveCheckpointResultB\x04\xe2\x41\x01\x03H\x00\x12U\n\x12restore_checkpoint\x18\n \x01(\x0b\x32\x31.opentinkerapi.trainer.v1.RestoreCheckpointResultB\x04\xe2\x41\x01\x03H\x00\x12O\n\x0fpublish_weights\x18\x0b \x01(\x0b\x32..opentinkerapi.trainer.v1.PublishWeightsResultB\x04\xe2\x41\x01\x03H\x00\x12\x34\n\x0b\x65ngine_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x42\x08\n\x06result\"T\n\x0cSampleOutput\x12\x16\n\x08logprobs\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07\x65ntropy\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07skipped\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\"\xc0\x01\n\rForwardResult\x12=\n\x07outputs\x18\x01 \x03(\x0b\x32&.opentinkerapi.trainer.v1.SampleOutputB\x04\xe2\x41\x01\x03\x12:\n\x0coutputs_blob\x18\x02 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x03\x12\x34\n\x07metrics\x18\x03 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.MetricB\x04\xe2\x41\x01\x03\"U\n\x0c\x43omponentSum\x12\x17\n\tcomponent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08loss_sum\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06weight\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x03\"\xa8\x02\n\x15\x46orwardBackwardResult\x12@\n\ncomponents\x18\x01 \x03(\x0b\x32&.opentinkerapi.trainer.v1.ComponentSumB\x04\xe2\x41\x01\x03\x12=\n\x07outputs\x18\x02 \x03(\x0b\x32&.opentinkerapi.trainer.v1.SampleOutputB\x04\xe2\x41\x01\x03\x12:\n\x0coutputs_blob\x18\x03 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x03\x12\x34\n\x07metrics\x18\x04 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.MetricB\x04\xe2\x41\x01\x03\x12\x1c\n\x0etrained_tokens\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\"\xac\x01\n\x0fOptimStepResult\x12\x12\n\x04step\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x17\n\tgrad_norm\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07skipped\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x1f\n\x11\x63onsecutive_skips\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x34\n\x07metrics\x18\x05 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.MetricB\x04\xe2\x41\x01\x03\"V\n\x14SaveCheckpointResult\x12>\n\ncheckpoint\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\"G\n\x17RestoreCheckpointResult\x12\x18\n\ncheckpoint\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x12\n\x04step\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\"V\n\x14PublishWeightsResult\x12>\n\x07version\x18\x01 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03*\xa0\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x18\n\x14OPERATION_STATE_DONE\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x42Z\n\x1d\x64\x65v.opentinker.api.trainer.v1B\x0eOperationProtoP\x01Z\'opentinker.dev/api/trainer/v1;trainerv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(opentinkerapi/trainer/v1/operation.proto\x12\x18opentinkerapi.trainer.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a%opentinkerapi/catalog/v1/policy.proto\x1a opentinkerapi/data/v1/blob.proto\x1a opentinkerapi/data/v1/loss.proto\"\x84\x01\n\x0fOperationHeader\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x17\n\tacked_seq\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x01\"\xcb\x05\n\tOperation\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x18\n\nrequest_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12=\n\x05state\x18\x04 \x01(\x0e\x32(.opentinkerapi.trainer.v1.OperationStateB\x04\xe2\x41\x01\x03\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.StatusB\x04\xe2\x41\x01\x03\x12@\n\x07\x66orward\x18\x06 \x01(\x0b\x32\'.opentinkerapi.trainer.v1.ForwardResultB\x04\xe2\x41\x01\x03H\x00\x12Q\n\x10\x66orward_backward\x18\x07 \x01(\x0b\x32/.opentinkerapi.trainer.v1.ForwardBackwardResultB\x04\xe2\x41\x01\x03H\x00\x12\x45\n\noptim_step\x18\x08 \x01(\x0b\x32).opentinkerapi.trainer.v1.OptimStepResultB\x04\xe2\x41\x01\x03H\x00\x12O\n\x0fsave_checkpoint\x18\t \x01(\x0b\x32..opentinkerapi.trainer.v1.SaveCheckpointResultB\x04\xe2\x41\x01\x03H\x00\x12U\n\x12restore_checkpoint\x18\n \x01(\x0b\x32\x31.opentinkerapi.trainer.v1.RestoreCheckpointResultB\x04\xe2\x41\x01\x03H\x00\x12O\n\x0fpublish_weights\x18\x0b \x01(\x0b\x32..opentinkerapi.trainer.v1.PublishWeightsResultB\x04\xe2\x41\x01\x03H\x00\x12\x34\n\x0b\x65ngine_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x42\x08\n\x06result\"j\n\x0cSampleOutput\x12\x16\n\x08logprobs\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07\x65ntropy\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07skipped\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06values\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"\xc0\x01\n\rForwardResult\x12=\n\x07outputs\x18\x01 \x03(\x0b\x32&.opentinkerapi.trainer.v1.SampleOutputB\x04\xe2\x41\x01\x03\x12:\n\x0coutputs_blob\x18\x02 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x03\x12\x34\n\x07metrics\x18\x03 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.MetricB\x04\xe2\x41\x01\x03\"U\n\x0c\x43omponentSum\x12\x17\n\tcomponent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08loss_sum\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06weight\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x03\"\xa8\x02\n\x15\x46orwardBackwardResult\x12@\n\ncomponents\x18\x01 \x03(\x0b\x32&.opentinkerapi.trainer.v1.ComponentSumB\x04\xe2\x41\x01\x03\x12=\n\x07outputs\x18\x02 \x03(\x0b\x32&.opentinkerapi.trainer.v1.SampleOutputB\x04\xe2\x41\x01\x03\x12:\n\x0coutputs_blob\x18\x03 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x03\x12\x34\n\x07metrics\x18\x04 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.MetricB\x04\xe2\x41\x01\x03\x12\x1c\n\x0etrained_tokens\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\"\xac\x01\n\x0fOptimStepResult\x12\x12\n\x04step\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x17\n\tgrad_norm\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07skipped\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x1f\n\x11\x63onsecutive_skips\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x34\n\x07metrics\x18\x05 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.MetricB\x04\xe2\x41\x01\x03\"V\n\x14SaveCheckpointResult\x12>\n\ncheckpoint\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\"G\n\x17RestoreCheckpointResult\x12\x18\n\ncheckpoint\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x12\n\x04step\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\"V\n\x14PublishWeightsResult\x12>\n\x07version\x18\x01 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03*\xa0\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x18\n\x14OPERATION_STATE_DONE\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x42Z\n\x1d\x64\x65v.opentinker.api.trainer.v1B\x0eOperationProtoP\x01Z\'opentinker.dev/api/trainer/v1;trainerv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -78,6 +78,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEOUTPUT'].fields_by_name['entropy']._serialized_options = b'\342A\001\003'
   _globals['_SAMPLEOUTPUT'].fields_by_name['skipped']._loaded_options = None
   _globals['_SAMPLEOUTPUT'].fields_by_name['skipped']._serialized_options = b'\342A\001\003'
+  _globals['_SAMPLEOUTPUT'].fields_by_name['values']._loaded_options = None
+  _globals['_SAMPLEOUTPUT'].fields_by_name['values']._serialized_options = b'\342A\001\003'
   _globals['_FORWARDRESULT'].fields_by_name['outputs']._loaded_options = None
   _globals['_FORWARDRESULT'].fields_by_name['outputs']._serialized_options = b'\342A\001\003'
   _globals['_FORWARDRESULT'].fields_by_name['outputs_blob']._loaded_options = None
@@ -118,26 +120,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESTORECHECKPOINTRESULT'].fields_by_name['step']._serialized_options = b'\342A\001\003'
   _globals['_PUBLISHWEIGHTSRESULT'].fields_by_name['version']._loaded_options = None
   _globals['_PUBLISHWEIGHTSRESULT'].fields_by_name['version']._serialized_options = b'\342A\001\003'
-  _globals['_OPERATIONSTATE']._serialized_start=2212
-  _globals['_OPERATIONSTATE']._serialized_end=2372
+  _globals['_OPERATIONSTATE']._serialized_start=2234
+  _globals['_OPERATIONSTATE']._serialized_end=2394
   _globals['_OPERATIONHEADER']._serialized_start=268
   _globals['_OPERATIONHEADER']._serialized_end=400
   _globals['_OPERATION']._serialized_start=403
   _globals['_OPERATION']._serialized_end=1118
   _globals['_SAMPLEOUTPUT']._serialized_start=1120
-  _globals['_SAMPLEOUTPUT']._serialized_end=1204
-  _globals['_FORWARDRESULT']._serialized_start=1207
-  _globals['_FORWARDRESULT']._serialized_end=1399
-  _globals['_COMPONENTSUM']._serialized_start=1401
-  _globals['_COMPONENTSUM']._serialized_end=1486
-  _globals['_FORWARDBACKWARDRESULT']._serialized_start=1489
-  _globals['_FORWARDBACKWARDRESULT']._serialized_end=1785
-  _globals['_OPTIMSTEPRESULT']._serialized_start=1788
-  _globals['_OPTIMSTEPRESULT']._serialized_end=1960
-  _globals['_SAVECHECKPOINTRESULT']._serialized_start=1962
-  _globals['_SAVECHECKPOINTRESULT']._serialized_end=2048
-  _globals['_RESTORECHECKPOINTRESULT']._serialized_start=2050
-  _globals['_RESTORECHECKPOINTRESULT']._serialized_end=2121
-  _globals['_PUBLISHWEIGHTSRESULT']._serialized_start=2123
-  _globals['_PUBLISHWEIGHTSRESULT']._serialized_end=2209
+  _globals['_SAMPLEOUTPUT']._serialized_end=1226
+  _globals['_FORWARDRESULT']._serialized_start=1229
+  _globals['_FORWARDRESULT']._serialized_end=1421
+  _globals['_COMPONENTSUM']._serialized_start=1423
+  _globals['_COMPONENTSUM']._serialized_end=1508
+  _globals['_FORWARDBACKWARDRESULT']._serialized_start=1511
+  _globals['_FORWARDBACKWARDRESULT']._serialized_end=1807
+  _globals['_OPTIMSTEPRESULT']._serialized_start=1810
+  _globals['_OPTIMSTEPRESULT']._serialized_end=1982
+  _globals['_SAVECHECKPOINTRESULT']._serialized_start=1984
+  _globals['_SAVECHECKPOINTRESULT']._serialized_end=2070
+  _globals['_RESTORECHECKPOINTRESULT']._serialized_start=2072
+  _globals['_RESTORECHECKPOINTRESULT']._serialized_end=2143
+  _globals['_PUBLISHWEIGHTSRESULT']._serialized_start=2145
+  _globals['_PUBLISHWEIGHTSRESULT']._serialized_end=2231
 # @@protoc_insertion_point(module_scope)

@@ -187,22 +187,26 @@ class SampleOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bytes
     """Packed float32, one a token; entry 0 and positions not computed are 0."""
     entropy: _builtins.bytes
     """Packed float32, where asked for."""
     skipped: _builtins.bool
     """The row could not contribute and was not computed."""
+    values: _builtins.bytes
+    """Packed float32: what the value head says at each token, where asked for."""
     def __init__(
         self,
         *,
         logprobs: _builtins.bytes = ...,
         entropy: _builtins.bytes = ...,
         skipped: _builtins.bool = ...,
+        values: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "skipped", b"skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "skipped", b"skipped", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

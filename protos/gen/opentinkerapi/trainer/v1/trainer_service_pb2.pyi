@@ -38,6 +38,7 @@ class CreatePolicyRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     DISPLAY_NAME_FIELD_NUMBER: _builtins.int
     FROM_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    IMPORT_FILES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Idempotency key."""
     job: _builtins.str
@@ -56,6 +57,12 @@ class CreatePolicyRequest(_message.Message):
     def tuning(self) -> _policy_pb2.Tuning:
         """What is trained."""
 
+    @_builtins.property
+    def import_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]:
+        """Weights to start from instead: the files of a PEFT directory (adapter_config.json, adapter_model.safetensors), or
+        for full tuning those of a Hugging Face directory, as blobs.
+        """
+
     def __init__(
         self,
         *,
@@ -67,14 +74,43 @@ class CreatePolicyRequest(_message.Message):
         seed: _builtins.int = ...,
         display_name: _builtins.str = ...,
         from_checkpoint: _builtins.str = ...,
+        import_files: _abc.Iterable[Global___WeightFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_model", b"base_model", "display_name", b"display_name", "from_checkpoint", b"from_checkpoint", "job", b"job", "request_id", b"request_id", "seed", b"seed", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_model", b"base_model", "display_name", b"display_name", "from_checkpoint", b"from_checkpoint", "import_files", b"import_files", "job", b"job", "request_id", b"request_id", "seed", b"seed", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreatePolicyRequest: _TypeAlias = CreatePolicyRequest  # noqa: Y015
+
+@_typing.final
+class WeightFile(_message.Message):
+    """WeightFile is one file of a directory of weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOB_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """File name, without a folder."""
+    @_builtins.property
+    def blob(self) -> _blob_pb2.BlobRef:
+        """Its content."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        blob: _blob_pb2.BlobRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightFile: _TypeAlias = WeightFile  # noqa: Y015
 
 @_typing.final
 class CreatePolicyResponse(_message.Message):
@@ -269,12 +305,15 @@ class ForwardStart(_message.Message):
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     RETURN_ENTROPY_FIELD_NUMBER: _builtins.int
     USE_BASE_MODEL_FIELD_NUMBER: _builtins.int
+    RETURN_VALUES_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """How many chunks follow."""
     return_entropy: _builtins.bool
     """Whether to compute entropy."""
     use_base_model: _builtins.bool
-    """Compute with the adapter off (the reference policy)."""
+    """Compute with the base model as it was loaded (the reference policy)."""
+    return_values: _builtins.bool
+    """Whether to return what the value head says."""
     @_builtins.property
     def header(self) -> _operation_pb2.OperationHeader:
         """The header."""
@@ -286,10 +325,11 @@ class ForwardStart(_message.Message):
         chunk_count: _builtins.int = ...,
         return_entropy: _builtins.bool = ...,
         use_base_model: _builtins.bool = ...,
+        return_values: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "header", b"header", "return_entropy", b"return_entropy", "use_base_model", b"use_base_model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "header", b"header", "return_entropy", b"return_entropy", "return_values", b"return_values", "use_base_model", b"use_base_model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,6 +939,9 @@ class GetCapabilitiesResponse(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _builtins.int
     FORWARD_DTYPE_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
+    TUNINGS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     """The base model."""
     base_digest: _builtins.str
@@ -911,6 +954,10 @@ class GetCapabilitiesResponse(_message.Message):
     """Largest adapter rank."""
     forward_dtype: _builtins.str
     """Precision of the forward pass."""
+    ranks: _builtins.int
+    """Processes that a policy is spread over."""
+    images: _builtins.bool
+    """Whether samples may hold images."""
     @_builtins.property
     def losses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of losses, as in LossComponent and registered."""
@@ -918,6 +965,10 @@ class GetCapabilitiesResponse(_message.Message):
     @_builtins.property
     def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPCs that this server has."""
+
+    @_builtins.property
+    def tunings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of tuning: "lora", "full"."""
 
     def __init__(
         self,
@@ -930,10 +981,13 @@ class GetCapabilitiesResponse(_message.Message):
         max_lora_rank: _builtins.int = ...,
         forward_dtype: _builtins.str = ...,
         methods: _abc.Iterable[_builtins.str] | None = ...,
+        tunings: _abc.Iterable[_builtins.str] | None = ...,
+        ranks: _builtins.int = ...,
+        images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "engine", b"engine", "forward_dtype", b"forward_dtype", "losses", b"losses", "max_lora_rank", b"max_lora_rank", "max_sequence_tokens", b"max_sequence_tokens", "methods", b"methods"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "engine", b"engine", "forward_dtype", b"forward_dtype", "images", b"images", "losses", b"losses", "max_lora_rank", b"max_lora_rank", "max_sequence_tokens", b"max_sequence_tokens", "methods", b"methods", "ranks", b"ranks", "tunings", b"tunings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

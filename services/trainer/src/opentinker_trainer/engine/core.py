@@ -19,7 +19,8 @@ from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
 from opentinker_trainer.engine.adapters import AdapterBank
 from opentinker_trainer.engine.base_model import BaseModel, load_base_model
-from opentinker_trainer.engine.compute import BackwardOutput, Compute, ComputeSettings, ForwardOutput
+from opentinker_trainer.engine.compute import Compute, ComputeSettings, ForwardOutput
+from opentinker_trainer.engine.objective import BackwardOutput
 from opentinker_trainer.engine.policy import Policy, StepReport
 from opentinker_trainer.engine.state_files import load_state, save_adapter, save_state
 from opentinkerapi.runtime.reasons import Reason

@@ -12,8 +12,9 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import Handler
 from opentinker_trainer import wire
 from opentinker_trainer.domain.plan import PlanSettings
-from opentinker_trainer.engine.compute import ComputeSettings, SampleScores
+from opentinker_trainer.engine.compute import ComputeSettings
 from opentinker_trainer.engine.core import EngineSettings, TorchEngine
+from opentinker_trainer.engine.objective import SampleScores
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.tensors import pack_floats
