@@ -19,6 +19,8 @@ MODEL = "smollm2-135m-instruct"
 ENVIRONMENT = "arithmetic"
 EDGE_STEPS = 5
 """`reward_first` and `reward_last` are means over this many steps."""
+LEARNING_RATE = 4e-4
+"""At the first step; falls on a line to 0. Kept constant, it ends on whatever its last steps happened upon."""
 HELD_OUT = 200
 SHOWN = 6
 
@@ -49,7 +51,7 @@ def train(*, seed: int, steps: int, out: Path, engine: str | None, clock: Clock)
         algorithm=ot.GRPO(group_size=8),
         groups_per_step=8,
         steps=steps,
-        learning_rate=4e-4,
+        learning_rate=lambda step: LEARNING_RATE * (1 - (step - 1) / steps),
         sampling=ot.SamplingParams(temperature=1.0, max_tokens=12),
         evaluation=ot.Evaluation(tasks=HELD_OUT),
         checkpoint_every=15,
