@@ -403,10 +403,13 @@ class RegisterCheckpointRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    KEEP_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """"policies/{policy}"."""
     attempt: _builtins.int
     """Attempt of the assignment."""
+    keep_checkpoints: _builtins.int
+    """How many checkpoints of the policy stay, this one included; 0: all."""
     @_builtins.property
     def checkpoint(self) -> _policy_pb2.Checkpoint:
         """The checkpoint."""
@@ -417,10 +420,11 @@ class RegisterCheckpointRequest(_message.Message):
         policy: _builtins.str = ...,
         checkpoint: _policy_pb2.Checkpoint | None = ...,
         attempt: _builtins.int = ...,
+        keep_checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "keep_checkpoints", b"keep_checkpoints", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -202,8 +202,9 @@ class CatalogServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCheckpoint(self, request, context):
-        """DeleteCheckpoint removes a checkpoint from the catalog.
-        Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
+        """DeleteCheckpoint removes a checkpoint from the catalog, and a while later its objects. One that a run's loop state
+        names is refused.
+        Errors: CHECKPOINT_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

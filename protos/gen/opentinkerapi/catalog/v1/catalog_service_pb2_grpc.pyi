@@ -73,8 +73,9 @@ class CatalogServiceStub:
     Retry: safe.
     """
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.DeleteCheckpointRequest, _catalog_service_pb2.DeleteCheckpointResponse]
-    """DeleteCheckpoint removes a checkpoint from the catalog.
-    Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
+    """DeleteCheckpoint removes a checkpoint from the catalog, and a while later its objects. One that a run's loop state
+    names is refused.
+    Errors: CHECKPOINT_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED.
     Retry: safe with the same request_id.
     """
 
@@ -209,8 +210,9 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _catalog_service_pb2.DeleteCheckpointRequest,
         context: _aio.ServicerContext[_catalog_service_pb2.DeleteCheckpointRequest, _abc.Awaitable[_catalog_service_pb2.DeleteCheckpointResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.DeleteCheckpointResponse]:
-        """DeleteCheckpoint removes a checkpoint from the catalog.
-        Errors: CHECKPOINT_NOT_FOUND, REQUEST_ID_REUSED.
+        """DeleteCheckpoint removes a checkpoint from the catalog, and a while later its objects. One that a run's loop state
+        names is refused.
+        Errors: CHECKPOINT_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED.
         Retry: safe with the same request_id.
         """
 

@@ -239,6 +239,7 @@ class Checkpoint(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     DISPLAY_NAME_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"policies/{policy}/checkpoints/{checkpoint}"."""
     policy: _builtins.str
@@ -259,6 +260,10 @@ class Checkpoint(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was registered."""
 
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it may be deleted; not set: never by its age."""
+
     def __init__(
         self,
         *,
@@ -271,10 +276,11 @@ class Checkpoint(_message.Message):
         size_bytes: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         display_name: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "display_name", b"display_name", "manifest_key", b"manifest_key", "name", b"name", "policy", b"policy", "sha256", b"sha256", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "display_name", b"display_name", "expire_time", b"expire_time", "manifest_key", b"manifest_key", "name", b"name", "policy", b"policy", "sha256", b"sha256", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

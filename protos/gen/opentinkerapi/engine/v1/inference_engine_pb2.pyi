@@ -322,22 +322,26 @@ class LoadWeightsRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Name that requests use; "" for the base model."""
     directory: _builtins.str
-    """Directory with an adapter in PEFT layout; "" for the base model."""
+    """Directory with an adapter in PEFT layout or a model in Hugging Face layout; "" for the base model."""
     rank: _builtins.int
     """Rank of the adapter."""
+    full: _builtins.bool
+    """What the directory holds: every weight of the model, where it is no adapter."""
     def __init__(
         self,
         *,
         key: _builtins.str = ...,
         directory: _builtins.str = ...,
         rank: _builtins.int = ...,
+        full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "key", b"key", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "full", b"full", "key", b"key", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

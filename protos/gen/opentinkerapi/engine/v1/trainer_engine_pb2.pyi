@@ -40,6 +40,9 @@ class TrainLoadRequest(_message.Message):
     SHARE_PREFIX_FIELD_NUMBER: _builtins.int
     MAX_SHARED_ROW_TOKENS_FIELD_NUMBER: _builtins.int
     LOGIT_ROWS_FIELD_NUMBER: _builtins.int
+    SLICE_TOKENS_FIELD_NUMBER: _builtins.int
+    PACK_ROWS_FIELD_NUMBER: _builtins.int
+    FORWARD_DTYPE_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Directory of the base model."""
     model_id: _builtins.str
@@ -60,6 +63,12 @@ class TrainLoadRequest(_message.Message):
     """Longest row that shares a prefix."""
     logit_rows: _builtins.int
     """Rows of logits that exist at a time."""
+    slice_tokens: _builtins.int
+    """Tokens of a slice: a pass runs slice by slice, so that other policies get their turns in between."""
+    pack_rows: _builtins.bool
+    """Whether rows of different sequences are packed end to end."""
+    forward_dtype: _builtins.str
+    """Precision of the forward and backward pass; empty: dtype."""
     def __init__(
         self,
         *,
@@ -73,10 +82,13 @@ class TrainLoadRequest(_message.Message):
         share_prefix: _builtins.bool = ...,
         max_shared_row_tokens: _builtins.int = ...,
         logit_rows: _builtins.int = ...,
+        slice_tokens: _builtins.int = ...,
+        pack_rows: _builtins.bool = ...,
+        forward_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "dtype", b"dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "share_prefix", b"share_prefix", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "dtype", b"dtype", "forward_dtype", b"forward_dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,6 +395,116 @@ class TrainForwardBackwardResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainForwardBackwardResponse: _TypeAlias = TrainForwardBackwardResponse  # noqa: Y015
+
+@_typing.final
+class TrainBeginRequest(_message.Message):
+    """TrainBeginRequest begins a pass of a policy in place of any that is open. The policy stays as it is until the pass has
+    ended; a step, a restore or the end of the policy forget it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORWARD_FIELD_NUMBER: _builtins.int
+    FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def forward(self) -> Global___TrainForwardRequest:
+        """A Forward."""
+
+    @_builtins.property
+    def forward_backward(self) -> Global___TrainForwardBackwardRequest:
+        """A ForwardBackward."""
+
+    def __init__(
+        self,
+        *,
+        forward: Global___TrainForwardRequest | None = ...,
+        forward_backward: Global___TrainForwardBackwardRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward", "forward_backward", b"forward_backward", "pass", b"pass"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward", "forward_backward", b"forward_backward", "pass", b"pass"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_pass: _TypeAlias = _typing.Literal["forward", "forward_backward"]  # noqa: Y015
+    _WhichOneofArgType_pass: _TypeAlias = _typing.Literal["pass", b"pass"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_pass) -> _WhichOneofReturnType_pass | None: ...
+
+Global___TrainBeginRequest: _TypeAlias = TrainBeginRequest  # noqa: Y015
+
+@_typing.final
+class TrainBeginResponse(_message.Message):
+    """TrainBeginResponse answers TrainBeginRequest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICES_FIELD_NUMBER: _builtins.int
+    slices: _builtins.int
+    """How many slices it takes, at least one."""
+    def __init__(
+        self,
+        *,
+        slices: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slices", b"slices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainBeginResponse: _TypeAlias = TrainBeginResponse  # noqa: Y015
+
+@_typing.final
+class TrainAdvanceRequest(_message.Message):
+    """TrainAdvanceRequest runs the next slice of a policy's open pass."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """"policies/{policy}"."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainAdvanceRequest: _TypeAlias = TrainAdvanceRequest  # noqa: Y015
+
+@_typing.final
+class TrainAdvanceResponse(_message.Message):
+    """TrainAdvanceResponse holds the pass's answer if that was the last slice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORWARD_FIELD_NUMBER: _builtins.int
+    FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def forward(self) -> Global___TrainForwardResponse:
+        """Of a Forward."""
+
+    @_builtins.property
+    def forward_backward(self) -> Global___TrainForwardBackwardResponse:
+        """Of a ForwardBackward."""
+
+    def __init__(
+        self,
+        *,
+        forward: Global___TrainForwardResponse | None = ...,
+        forward_backward: Global___TrainForwardBackwardResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "forward", b"forward", "forward_backward", b"forward_backward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "forward", b"forward", "forward_backward", b"forward_backward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["forward", "forward_backward"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___TrainAdvanceResponse: _TypeAlias = TrainAdvanceResponse  # noqa: Y015
 
 @_typing.final
 class TrainOptimStepRequest(_message.Message):
@@ -738,6 +860,7 @@ class PolicyRecord(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     FROM_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    IMPORT_FILES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """Lower-case hex SHA-256 of the request that made it."""
     from_checkpoint: _builtins.str
@@ -750,6 +873,10 @@ class PolicyRecord(_message.Message):
     def version(self) -> _policy_pb2.PolicyVersion:
         """Its version 0."""
 
+    @_builtins.property
+    def import_files(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_service_pb2.WeightFile]:
+        """Weights it started from."""
+
     def __init__(
         self,
         *,
@@ -757,10 +884,11 @@ class PolicyRecord(_message.Message):
         version: _policy_pb2.PolicyVersion | None = ...,
         digest: _builtins.str = ...,
         from_checkpoint: _builtins.str = ...,
+        import_files: _abc.Iterable[_trainer_service_pb2.WeightFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "from_checkpoint", b"from_checkpoint", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "from_checkpoint", b"from_checkpoint", "import_files", b"import_files", "policy", b"policy", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

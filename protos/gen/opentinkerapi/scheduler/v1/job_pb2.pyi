@@ -35,9 +35,9 @@ class _JobKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobKind.Value
     JOB_KIND_INFERENCE: _JobKind.ValueType  # 2
     """Inference only."""
     JOB_KIND_FULL_RL: _JobKind.ValueType  # 3
-    """Reinforcement learning of all weights; refused until the trainer has it."""
+    """Reinforcement learning of all weights; its trainer and inference servers are its own."""
     JOB_KIND_SFT: _JobKind.ValueType  # 4
-    """Supervised fine-tuning; refused until the trainer has it."""
+    """Supervised fine-tuning; needs no inference slot."""
 
 class JobKind(_JobKind, metaclass=_JobKindEnumTypeWrapper):
     """JobKind says what a job is for."""
@@ -49,9 +49,9 @@ JOB_KIND_LORA_RL: JobKind.ValueType  # 1
 JOB_KIND_INFERENCE: JobKind.ValueType  # 2
 """Inference only."""
 JOB_KIND_FULL_RL: JobKind.ValueType  # 3
-"""Reinforcement learning of all weights; refused until the trainer has it."""
+"""Reinforcement learning of all weights; its trainer and inference servers are its own."""
 JOB_KIND_SFT: JobKind.ValueType  # 4
-"""Supervised fine-tuning; refused until the trainer has it."""
+"""Supervised fine-tuning; needs no inference slot."""
 Global___JobKind: _TypeAlias = JobKind  # noqa: Y015
 
 class _JobState:
@@ -137,7 +137,7 @@ class _TuningKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TuningKind
     TUNING_KIND_LORA: _TuningKind.ValueType  # 1
     """Adapters."""
     TUNING_KIND_FULL: _TuningKind.ValueType  # 2
-    """All weights."""
+    """All weights; the slots of the job are exclusive, its inference servers merged."""
 
 class TuningKind(_TuningKind, metaclass=_TuningKindEnumTypeWrapper):
     """TuningKind says which weights a slot trains."""
@@ -147,7 +147,7 @@ TUNING_KIND_UNSPECIFIED: TuningKind.ValueType  # 0
 TUNING_KIND_LORA: TuningKind.ValueType  # 1
 """Adapters."""
 TUNING_KIND_FULL: TuningKind.ValueType  # 2
-"""All weights."""
+"""All weights; the slots of the job are exclusive, its inference servers merged."""
 Global___TuningKind: _TypeAlias = TuningKind  # noqa: Y015
 
 class _OnClientLoss:

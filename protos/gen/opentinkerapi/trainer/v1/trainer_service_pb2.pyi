@@ -634,25 +634,39 @@ class SaveCheckpointRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     DISPLAY_NAME_FIELD_NUMBER: _builtins.int
+    KEEP_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     """Name for people."""
+    keep_checkpoints: _builtins.int
+    """How many checkpoints of the policy stay once this one is complete, this one included; older ones are deleted,
+    except what a run's loop state names. Default: the server's setting. Needs a scheduler.
+    """
     job_token: _builtins.str
     """Token of the job; enforced with the accounts."""
     @_builtins.property
     def header(self) -> _operation_pb2.OperationHeader:
         """The header."""
 
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long this one stays at least; then it is deleted, unless it is the policy's newest or a run's loop state names
+        it. Default: the server's setting. Needs a scheduler.
+        """
+
     def __init__(
         self,
         *,
         header: _operation_pb2.OperationHeader | None = ...,
         display_name: _builtins.str = ...,
+        keep_checkpoints: _builtins.int = ...,
+        ttl: _duration_pb2.Duration | None = ...,
         job_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "header", b"header", "job_token", b"job_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "header", b"header", "job_token", b"job_token", "keep_checkpoints", b"keep_checkpoints", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

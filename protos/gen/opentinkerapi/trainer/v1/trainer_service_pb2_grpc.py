@@ -105,7 +105,7 @@ class TrainerServiceServicer(object):
 
     def CreatePolicy(self, request, context):
         """CreatePolicy makes a policy over the server's base model and its version 0, which can be sampled at once.
-        Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -159,7 +159,7 @@ class TrainerServiceServicer(object):
 
     def SaveCheckpoint(self, request, context):
         """SaveCheckpoint saves everything needed to resume the policy.
-        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, SEQ_REUSED, REQUEST_ID_REUSED, SEQ_GAP, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, SEQ_REUSED, REQUEST_ID_REUSED, INVALID_FIELD, UNSUPPORTED_OPTION, SEQ_GAP, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
         Retry: safe with the same seq and request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -20,7 +20,7 @@ class TrainerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePolicy: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.CreatePolicyRequest, _trainer_service_pb2.CreatePolicyResponse]
     """CreatePolicy makes a policy over the server's base model and its version 0, which can be sampled at once.
-    Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+    Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
     Retry: safe with the same request_id.
     """
     UnloadPolicy: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.UnloadPolicyRequest, _trainer_service_pb2.UnloadPolicyResponse]
@@ -50,7 +50,7 @@ class TrainerServiceStub:
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]
     """SaveCheckpoint saves everything needed to resume the policy.
-    Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, SEQ_REUSED, REQUEST_ID_REUSED, SEQ_GAP, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+    Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, SEQ_REUSED, REQUEST_ID_REUSED, INVALID_FIELD, UNSUPPORTED_OPTION, SEQ_GAP, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
     Retry: safe with the same seq and request_id.
     """
     RestoreCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.RestoreCheckpointRequest, _trainer_service_pb2.RestoreCheckpointResponse]
@@ -91,7 +91,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_trainer_service_pb2.CreatePolicyRequest, _abc.Awaitable[_trainer_service_pb2.CreatePolicyResponse]],
     ) -> _abc.Awaitable[_trainer_service_pb2.CreatePolicyResponse]:
         """CreatePolicy makes a policy over the server's base model and its version 0, which can be sampled at once.
-        Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
         Retry: safe with the same request_id.
         """
 
@@ -157,7 +157,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_trainer_service_pb2.SaveCheckpointRequest, _abc.Awaitable[_trainer_service_pb2.SaveCheckpointResponse]],
     ) -> _abc.Awaitable[_trainer_service_pb2.SaveCheckpointResponse]:
         """SaveCheckpoint saves everything needed to resume the policy.
-        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, SEQ_REUSED, REQUEST_ID_REUSED, SEQ_GAP, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Errors: POLICY_NOT_FOUND, STALE_ATTEMPT, SEQ_REUSED, REQUEST_ID_REUSED, INVALID_FIELD, UNSUPPORTED_OPTION, SEQ_GAP, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
         Retry: safe with the same seq and request_id.
         """
 
