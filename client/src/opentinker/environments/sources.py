@@ -15,7 +15,6 @@ from opentinker.environments.base import (
     make,
 )
 from opentinker.environments.content import plain_json
-from opentinker.environments.hosted import HostedEnvironment, list_hosted
 from opentinker.environments.session import EnvironmentSession, LocalSession, typed_error
 from opentinkerapi.runtime.reasons import Reason
 
@@ -123,6 +122,9 @@ async def environment_source(
             f"{env!r} names a hosted environment, and this cluster has no env_host; pass the class instead",
             field="env",
         )
+    # Only here: playing a class needs none of the host's messages, and they take a while to load.
+    from opentinker.environments.hosted import HostedEnvironment, list_hosted
+
     hosted = await list_hosted(channel)
     if name not in hosted:
         raise typed_error(
