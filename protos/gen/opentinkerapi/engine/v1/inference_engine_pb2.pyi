@@ -95,6 +95,7 @@ class StartEngineResponse(_message.Message):
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
     SCORE_TEMPERATURE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """"vllm", "transformers" or "noop"."""
     dtype: _builtins.str
@@ -113,6 +114,8 @@ class StartEngineResponse(_message.Message):
     """Whether scoring takes a temperature other than 1."""
     pid: _builtins.int
     """Process id of the engine."""
+    images: _builtins.bool
+    """Whether prompts may hold images."""
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields of SamplingParams that are honoured."""
@@ -130,14 +133,69 @@ class StartEngineResponse(_message.Message):
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
         score_temperature: _builtins.bool = ...,
         pid: _builtins.int = ...,
+        images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "engine", b"engine", "max_resident_versions", b"max_resident_versions", "pid", b"pid", "sampling_fields", b"sampling_fields", "score_temperature", b"score_temperature", "serving_mode", b"serving_mode", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "engine", b"engine", "images", b"images", "max_resident_versions", b"max_resident_versions", "pid", b"pid", "sampling_fields", b"sampling_fields", "score_temperature", b"score_temperature", "serving_mode", b"serving_mode", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartEngineResponse: _TypeAlias = StartEngineResponse  # noqa: Y015
+
+@_typing.final
+class EngineImage(_message.Message):
+    """EngineImage is an image among token ids, whose places hold the model's placeholder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of its first position."""
+    token_count: _builtins.int
+    """How many positions it takes."""
+    data: _builtins.bytes
+    """The encoded image."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "start", b"start", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineImage: _TypeAlias = EngineImage  # noqa: Y015
+
+@_typing.final
+class EngineImages(_message.Message):
+    """EngineImages are the images of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineImage]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        images: _abc.Iterable[Global___EngineImage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineImages: _TypeAlias = EngineImages  # noqa: Y015
 
 @_typing.final
 class EngineSampleRequest(_message.Message):
@@ -151,6 +209,7 @@ class EngineSampleRequest(_message.Message):
     INDICES_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among what runs."""
     weights: _builtins.str
@@ -169,6 +228,10 @@ class EngineSampleRequest(_message.Message):
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the model's turn."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineImage]:
+        """The prompt's images, in order."""
+
     def __init__(
         self,
         *,
@@ -178,10 +241,11 @@ class EngineSampleRequest(_message.Message):
         indices: _abc.Iterable[_builtins.int] | None = ...,
         params: _sampling_pb2.SamplingParams | None = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        images: _abc.Iterable[Global___EngineImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "indices", b"indices", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "images", b"images", "indices", b"indices", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +327,7 @@ class EngineScoreRequest(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among what runs."""
     weights: _builtins.str
@@ -273,6 +338,10 @@ class EngineScoreRequest(_message.Message):
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Each packed little-endian int32."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineImages]:
+        """One entry a sequence; empty where none has images."""
+
     def __init__(
         self,
         *,
@@ -280,10 +349,11 @@ class EngineScoreRequest(_message.Message):
         weights: _builtins.str = ...,
         sequences: _abc.Iterable[_builtins.bytes] | None = ...,
         temperature: _builtins.float = ...,
+        images: _abc.Iterable[Global___EngineImages] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sequences", b"sequences", "temperature", b"temperature", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "request_id", b"request_id", "sequences", b"sequences", "temperature", b"temperature", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -819,6 +819,7 @@ class GetCapabilitiesResponse(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RAW_LOGPROBS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     """The base model."""
     base_digest: _builtins.str
@@ -839,6 +840,8 @@ class GetCapabilitiesResponse(_message.Message):
     """Digest over the tokenizer's files."""
     raw_logprobs: _builtins.bool
     """Whether raw logprobs can be had from Sample."""
+    images: _builtins.bool
+    """Whether prompts may hold images."""
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields of SamplingParams that the engine honours."""
@@ -867,10 +870,11 @@ class GetCapabilitiesResponse(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         raw_logprobs: _builtins.bool = ...,
+        images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "engine", b"engine", "max_resident_versions", b"max_resident_versions", "methods", b"methods", "raw_logprobs", b"raw_logprobs", "sampling_fields", b"sampling_fields", "serving_mode", b"serving_mode", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "engine", b"engine", "images", b"images", "max_resident_versions", b"max_resident_versions", "methods", b"methods", "raw_logprobs", b"raw_logprobs", "sampling_fields", b"sampling_fields", "serving_mode", b"serving_mode", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
