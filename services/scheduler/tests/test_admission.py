@@ -11,6 +11,7 @@ from opentinker_scheduler.domain.planner import Limits
 from opentinkerapi.runtime.reasons import Reason
 
 TRAINER, INFERENCE = SlotSpec(Role.TRAINER, "m"), SlotSpec(Role.INFERENCE, "m")
+FULL = replace(TRAINER, tuning=Tuning.FULL)
 MODEL = Model("m", 2048)
 OFFER = Offer(
     limits=Limits(max_servers=4, max_engine_servers={"vllm": 1}),
@@ -33,23 +34,29 @@ def refusal(*slots: SlotSpec, kind: JobKind = JobKind.LORA_RL, **more: object) -
 def test_what_is_fine_passes() -> None:
     check_job(JobKind.LORA_RL, [TRAINER, INFERENCE], OnClientLoss.CANCEL, 10.0, {"a": "b"})
     check_job(JobKind.INFERENCE, [INFERENCE], OnClientLoss.PAUSE, 600.0, {})
+    check_job(JobKind.FULL_RL, [FULL, INFERENCE], OnClientLoss.PAUSE, 600.0, {})
+    for trainer in (TRAINER, FULL):
+        check_job(JobKind.SFT, [trainer], OnClientLoss.PAUSE, 600.0, {})
 
 
-@pytest.mark.parametrize("kind", [JobKind.FULL_RL, JobKind.SFT])
-def test_kinds_that_do_not_exist_yet_are_refused_by_name(kind: JobKind) -> None:
-    error = refusal(TRAINER, kind=kind)
-    assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.kind")
-    assert kind.upper() in error.message
+def test_all_weights_take_servers_of_their_own() -> None:
+    trainer = complete(FULL, MODEL, OFFER, "f", full=True)
+    sampler = complete(INFERENCE, MODEL, OFFER, "f", full=True)
+    assert (trainer.tuning, trainer.exclusive) == (Tuning.FULL, True)
+    assert (sampler.options.serving_mode, sampler.exclusive) == ("merged", True)
+    static = replace(OFFER, limits=Limits(can_launch=False))
+    assert complete(INFERENCE, MODEL, static, "f", full=True).options == ServerOptions(serving_mode="merged")
+    adapter = replace(INFERENCE, options=ServerOptions(serving_mode="adapter"))
+    error = refusal(FULL, adapter, kind=JobKind.FULL_RL)
+    assert (error.reason, error.field) == (
+        Reason.UNSUPPORTED_COMBINATION,
+        "job.slots[1].options.serving_mode",
+    )
 
 
 def test_detach_is_refused_by_name() -> None:
     error = refusal(TRAINER, loss=OnClientLoss.DETACH)
     assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.on_client_loss")
-
-
-def test_full_tuning_is_refused_by_name() -> None:
-    error = refusal(replace(TRAINER, tuning=Tuning.FULL))
-    assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.slots[0].tuning")
 
 
 @pytest.mark.parametrize("ttl", [9.9, 24 * 3600 + 1.0])
@@ -66,6 +73,7 @@ def test_a_lease_has_bounds(ttl: float) -> None:
         (ServerOptions(serving_mode="merged"), "serving_mode", "inference"),
         (ServerOptions(max_lora_rank=-1), "max_lora_rank", "positive"),
         (ServerOptions(context_tokens=-1), "context_tokens", "positive"),
+        (ServerOptions(ranks=-1), "ranks", "positive"),
     ],
 )
 def test_options_are_checked_one_by_one(options: ServerOptions, field: str, says: str) -> None:
@@ -77,7 +85,15 @@ def test_options_are_checked_one_by_one(options: ServerOptions, field: str, says
 
 def test_kinds_and_slots_must_fit() -> None:
     assert refusal(INFERENCE).reason is Reason.UNSUPPORTED_COMBINATION
-    assert refusal(TRAINER, kind=JobKind.INFERENCE).reason is Reason.UNSUPPORTED_COMBINATION
+    for slots, kind in (
+        ([TRAINER], JobKind.INFERENCE),
+        ([INFERENCE], JobKind.SFT),
+        ([FULL, INFERENCE], JobKind.LORA_RL),
+        ([TRAINER, INFERENCE], JobKind.FULL_RL),
+    ):
+        assert refusal(*slots, kind=kind).reason is Reason.UNSUPPORTED_COMBINATION, kind
+    ranked = replace(INFERENCE, options=ServerOptions(ranks=2))
+    assert refusal(TRAINER, ranked).field == "job.slots[1].options.ranks"
     assert refusal(replace(TRAINER, count=0)).field == "job.slots[0].count"
     assert refusal(TRAINER, replace(INFERENCE, tuning=Tuning.LORA)).field == "job.slots[1].tuning"
     assert refusal(TRAINER, labels={str(i): "" for i in range(65)}).field == "job.labels"
@@ -87,7 +103,7 @@ def test_defaults_are_filled_in_so_that_equal_wishes_share_servers() -> None:
     plain = complete(TRAINER, MODEL, OFFER, "job.slots[0]")
     same = replace(TRAINER, options=ServerOptions(engine="torch", dtype="float32"), tuning=Tuning.LORA)
     assert plain == complete(same, MODEL, OFFER, "job.slots[0]")
-    assert plain.options == ServerOptions("torch", "float32", "", 32, 2048)
+    assert plain.options == ServerOptions("torch", "float32", "", 32, 2048, ranks=1)
     assert complete(INFERENCE, MODEL, OFFER, "f").options.serving_mode == "adapter"
 
 

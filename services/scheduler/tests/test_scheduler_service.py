@@ -89,8 +89,7 @@ async def test_an_unknown_model_lists_the_known_ones(quiet: Any, make_job: Any, 
 @pytest.mark.parametrize(
     ("kind", "engine", "reason", "says"),
     [
-        (job_pb2.JOB_KIND_FULL_RL, "noop", Reason.UNSUPPORTED_OPTION, "FULL_RL"),
-        (job_pb2.JOB_KIND_SFT, "noop", Reason.UNSUPPORTED_OPTION, "SFT"),
+        (job_pb2.JOB_KIND_FULL_RL, "noop", Reason.UNSUPPORTED_COMBINATION, "FULL_RL"),
         (job_pb2.JOB_KIND_LORA_RL, "jax", Reason.INVALID_FIELD, "torch, noop"),
         (17, "noop", Reason.INVALID_FIELD, "job kind"),
     ],

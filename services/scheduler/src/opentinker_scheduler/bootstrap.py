@@ -120,6 +120,8 @@ def server_settings(
         "max_lora_rank": options.max_lora_rank,
         "context_tokens": options.context_tokens,
     }
+    if options.ranks > 1:
+        own["ranks"] = options.ranks
     extra = settings.server_settings.get(server.role, {})
     merged = {**shared, **own, **extra}
     return {key: value for key, value in merged.items() if value not in (None, "")}

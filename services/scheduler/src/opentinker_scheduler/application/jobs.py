@@ -85,11 +85,12 @@ class Jobs:
         asked = replace(asked, lease_ttl_s=asked.lease_ttl_s or self._default_lease_s)
         check_text(asked.display_name, MAX_NAME, "job.display_name")
         admission.check_job(asked.kind, asked.slots, asked.on_client_loss, asked.lease_ttl_s, asked.labels)
+        full = admission.trains_all_weights(asked.slots)
         completed: list[SlotSpec] = []
         for index, spec in enumerate(asked.slots):
             field = f"job.slots[{index}]"
             model = await self._models.resolve(spec.base_model, f"{field}.base_model")
-            completed.append(admission.complete(spec, model, self._offer, field))
+            completed.append(admission.complete(spec, model, self._offer, field, full=full))
         admission.check_capacity(completed, self._offer.limits)
         return replace(asked, slots=tuple(completed))
 

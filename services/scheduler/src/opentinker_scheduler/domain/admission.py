@@ -58,9 +58,6 @@ def check_job(
     labels: Mapping[str, str],
 ) -> None:
     """Everything about a job but its models and servers. ServiceError names the field that is wrong."""
-    if kind in (JobKind.FULL_RL, JobKind.SFT):
-        text = f"kind {kind.upper()} is not available yet; available are LORA_RL and INFERENCE"
-        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="job.kind")
     if on_client_loss is OnClientLoss.DETACH:
         text = "on_client_loss DETACH is not available yet; available are PAUSE and CANCEL"
         raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="job.on_client_loss")
@@ -70,23 +67,41 @@ def check_job(
     if len(labels) > MAX_LABELS or any(len(key) + len(value) > MAX_TEXT for key, value in labels.items()):
         text = f"at most {MAX_LABELS} labels of {MAX_TEXT} characters"
         raise ServiceError(Reason.INVALID_FIELD, text, field="job.labels")
-    roles = {spec.role for spec in slots}
-    if kind is JobKind.LORA_RL and Role.TRAINER not in roles:
-        text = "a LORA_RL job needs a trainer slot; for sampling alone use kind INFERENCE"
-        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
-    if kind is JobKind.INFERENCE and Role.TRAINER in roles:
-        text = "an INFERENCE job has inference slots only; to train use kind LORA_RL"
-        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    _check_kind(kind, slots)
     for index, spec in enumerate(slots):
         _check_slot(spec, f"job.slots[{index}]")
+
+
+def _check_kind(kind: JobKind, slots: Sequence[SlotSpec]) -> None:
+    trainers = [spec for spec in slots if spec.role is Role.TRAINER]
+    if kind is JobKind.INFERENCE and trainers:
+        text = "an INFERENCE job has inference slots only; to train use kind LORA_RL, FULL_RL or SFT"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    if kind is not JobKind.INFERENCE and not trainers:
+        text = f"a {kind.upper()} job needs a trainer slot; for sampling alone use kind INFERENCE"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    full = trains_all_weights(slots)
+    if full and kind is JobKind.LORA_RL:
+        text = "a LORA_RL job has no trainer slot with tuning FULL; use kind FULL_RL"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    if kind is JobKind.FULL_RL and not full:
+        text = "a FULL_RL job needs a trainer slot with tuning FULL; for adapters use kind LORA_RL"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="job.slots")
+    for index, spec in enumerate(slots):
+        if full and spec.options.serving_mode == "adapter":
+            text = "all weights of a policy are served merged; leave serving_mode unset"
+            field = f"job.slots[{index}].options.serving_mode"
+            raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field=field)
+
+
+def trains_all_weights(slots: Sequence[SlotSpec]) -> bool:
+    """Whether a job's policies are whole models: its servers are then its own, and serve one version."""
+    return any(spec.tuning is Tuning.FULL for spec in slots)
 
 
 def _check_slot(spec: SlotSpec, field: str) -> None:
     if spec.count < 1:
         raise ServiceError(Reason.INVALID_FIELD, "count must be at least 1", field=f"{field}.count")
-    if spec.role is Role.TRAINER and spec.tuning is Tuning.FULL:
-        text = "tuning FULL is not available yet; available is LORA"
-        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"{field}.tuning")
     if spec.role is Role.INFERENCE and spec.tuning is not Tuning.NONE:
         text = "tuning is for trainer slots; leave it unset for inference"
         raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.tuning")
@@ -97,8 +112,10 @@ def _check_slot(spec: SlotSpec, field: str) -> None:
     if spec.role is Role.TRAINER and options.serving_mode:
         text = "serving_mode is for inference slots"
         raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.options.serving_mode")
-    for name, value in (("max_lora_rank", options.max_lora_rank), ("context_tokens", options.context_tokens)):
-        if value < 0:
+    if spec.role is Role.INFERENCE and options.ranks:
+        raise ServiceError(Reason.INVALID_FIELD, "ranks is for trainer slots", field=f"{field}.options.ranks")
+    for name in ("max_lora_rank", "context_tokens", "ranks"):
+        if getattr(options, name) < 0:
             raise ServiceError(
                 Reason.INVALID_FIELD, f"{name} must be positive", field=f"{field}.options.{name}"
             )
@@ -110,12 +127,19 @@ def _one_of(value: str, allowed: Sequence[str], field: str) -> None:
         raise ServiceError(Reason.INVALID_FIELD, text, field=field)
 
 
-def complete(spec: SlotSpec, model: Model, offer: Offer, field: str) -> SlotSpec:
+def complete(spec: SlotSpec, model: Model, offer: Offer, field: str, *, full: bool = False) -> SlotSpec:
     """The spec with its model's id and every default filled in, so that equal wishes share servers.
 
     Without a launcher nothing is filled in but the model: a server that registered itself is taken as it is.
+    `full`: the job trains all weights of a model. No other job then shares its servers: the trainer's memory
+    is taken, and the inference server serves one version at a time.
     """
-    tuning = Tuning.LORA if spec.role is Role.TRAINER else Tuning.NONE
+    is_inference = spec.role is Role.INFERENCE
+    tuning = Tuning.NONE if is_inference else spec.tuning or Tuning.LORA
+    if full:
+        mode = "merged" if is_inference else ""
+        options = replace(spec.options, serving_mode=mode)
+        spec = replace(spec, exclusive=True, options=options)
     if not offer.limits.can_launch:
         return replace(spec, base_model=model.model_id, tuning=tuning)
     asked = spec.options
@@ -130,7 +154,6 @@ def complete(spec: SlotSpec, model: Model, offer: Offer, field: str) -> SlotSpec
         text = f"max_lora_rank {rank} is over this cluster's limit max_lora_rank={offer.max_lora_rank}"
         raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=f"{field}.options.max_lora_rank")
     context = _context(asked.context_tokens, model, offer, f"{field}.options.context_tokens")
-    is_inference = spec.role is Role.INFERENCE
     options = ServerOptions(
         engine=engine,
         dtype=asked.dtype or offer.default_dtypes.get(engine, ""),
@@ -139,6 +162,7 @@ def complete(spec: SlotSpec, model: Model, offer: Offer, field: str) -> SlotSpec
         else "",
         max_lora_rank=rank,
         context_tokens=context,
+        ranks=0 if is_inference else asked.ranks or 1,
     )
     return replace(spec, base_model=model.model_id, tuning=tuning, options=options)
 

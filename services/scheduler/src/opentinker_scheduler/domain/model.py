@@ -77,6 +77,8 @@ class ServerOptions:
     serving_mode: str = ""
     max_lora_rank: int = 0
     context_tokens: int = 0
+    ranks: int = 0
+    """Processes that a policy is spread over; for trainers."""
 
     def accepts(self, asked: "ServerOptions") -> bool:
         """Whether a server that registered itself with these options serves a slot that asks for those."""
@@ -86,6 +88,7 @@ class ServerOptions:
             and asked.serving_mode in ("", self.serving_mode)
             and (self.max_lora_rank == 0 or asked.max_lora_rank <= self.max_lora_rank)
             and (self.context_tokens == 0 or asked.context_tokens <= self.context_tokens)
+            and asked.ranks in (0, max(1, self.ranks))
         )
 
 

@@ -138,6 +138,7 @@ def read_options(options: job_pb2.ServerOptions) -> ServerOptions:
         serving_mode=options.serving_mode,
         max_lora_rank=options.max_lora_rank,
         context_tokens=options.context_tokens,
+        ranks=options.ranks,
     )
 
 
@@ -149,6 +150,7 @@ def write_options(options: ServerOptions, *, exclusive: bool = False) -> job_pb2
         max_lora_rank=options.max_lora_rank,
         context_tokens=options.context_tokens,
         exclusive=exclusive,
+        ranks=options.ranks,
     )
 
 
