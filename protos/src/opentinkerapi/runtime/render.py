@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
@@ -35,7 +36,7 @@ class RenderError(ValueError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for other tools; here it is passed
+    """`{% generation %}…{% endgeneration %}` stands around what an assistant says; its text is passed
     through.
     """
 
@@ -45,6 +46,18 @@ class _GenerationTag(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
+
+
+_TAG_BEGIN, _TAG_END = "\ue002", "\ue003"
+
+
+class _MarkedGenerationTag(_GenerationTag):
+    """The same with a character before and after, to find again what stands in between."""
+
+    def parse(self, parser: Any) -> Any:
+        scope = super().parse(parser)
+        scope.body = [_output(_TAG_BEGIN, scope.lineno), *scope.body, _output(_TAG_END, scope.lineno)]
+        return scope
 
 
 class ChatTokenizer:
@@ -66,8 +79,9 @@ class ChatTokenizer:
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
         self._guarded: tuple[Tokenizer, dict[str, str]] | None = None
         self._templates = _templates(files, self._config)
-        self._environment = _environment()
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._environment = _environment(_GenerationTag)
+        self._marking = _environment(_MarkedGenerationTag)
+        self._compiled: dict[tuple[str, bool], jinja2.Template] = {}
         self.eos_ids: tuple[int, ...] = self._find_eos(files)
         """Token ids that end a reply, the tokenizer's own first."""
 
@@ -98,21 +112,19 @@ class ChatTokenizer:
 
         RenderError if the model has no chat template or the template refuses the messages.
         """
+        rendering = self.rendering(messages, tools, options=options)
+        return rendering.ids(rendering.text(add_generation_prompt=add_generation_prompt))
+
+    def rendering(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+    ) -> "Rendering":
+        """A conversation to be rendered in part or as a whole, as texts that can be compared."""
         spelled = self._spelled((messages, tools))
-        if not spelled:
-            text = self.render_text(messages, tools, add_generation_prompt, options=options)
-            return self._ids(self._tokenizer, text)
-        # A mark that no template touches stands for each special token a caller spelled; once the template
-        # has run, what is still spelled out was written by the template itself, and gets its guarded name.
-        guarded, names = self._guard()
-        nonce = secrets.token_hex(8)
-        marks = {token: f"\ue000{nonce}{index}\ue001" for index, token in enumerate(spelled)}
-        marked_messages = _replace(messages, marks)
-        marked_tools = _replace(tools, marks) if tools else None
-        text = self.render_text(marked_messages, marked_tools, add_generation_prompt, options=options)
-        text = _replace_all(text, names)
-        text = _replace_all(text, {mark: token for token, mark in marks.items()})
-        return self._ids(guarded, text)
+        return Rendering(self, messages, tools, dict(options or {}), spelled)
 
     def render_text(
         self,
@@ -123,7 +135,18 @@ class ChatTokenizer:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """The text that the chat template makes of a conversation, for a person to read."""
-        template = self._template(bool(tools))
+        return self._fill(
+            self._template(bool(tools), self._environment), messages, tools, add_generation_prompt, options
+        )
+
+    def _fill(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any] | None,
+    ) -> str:
         named = {name: self._named(name) for name in _NAMED_TOKENS if self._named(name) is not None}
         try:
             return template.render(
@@ -173,18 +196,19 @@ class ChatTokenizer:
             self._guarded = guarded, names
         return self._guarded
 
-    def _template(self, with_tools: bool) -> jinja2.Template:
+    def _template(self, with_tools: bool, environment: jinja2.Environment) -> jinja2.Template:
         if not self._templates:
             raise RenderError("the model has no chat template; give token ids or plain text instead")
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise RenderError(f"the model has no default chat template, only {sorted(self._templates)}")
-        if name not in self._compiled:
+        key = name, environment is self._marking
+        if key not in self._compiled:
             try:
-                self._compiled[name] = self._environment.from_string(self._templates[name])
+                self._compiled[key] = environment.from_string(self._templates[name])
             except jinja2.TemplateError as error:
                 raise RenderError(f"the chat template does not parse: {error}") from error
-        return self._compiled[name]
+        return self._compiled[key]
 
     def _named(self, name: str) -> str | None:
         value = self._config.get(name)
@@ -201,6 +225,78 @@ class ChatTokenizer:
             value = _json(files, name).get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(ids))
+
+
+class Rendering:
+    """Texts of one conversation, whole or up to a message, which share their beginnings where the template
+    lets them.
+
+    In these texts special tokens of the template are told apart from those that a message spells, so `ids`
+    takes any piece of them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        spelled: Sequence[str],
+    ) -> None:
+        self._owner = tokenizer
+        self._options = options
+        # A mark that no template touches stands for each special token a caller spelled; once the template
+        # has run, what is still spelled out was written by the template itself, and gets its guarded name.
+        nonce = secrets.token_hex(8) if spelled else ""
+        marks = {token: f"\ue000{nonce}{index}\ue001" for index, token in enumerate(spelled)}
+        self._messages: Sequence[Message] = _replace(messages, marks) if spelled else messages
+        self._tools = _replace(tools, marks) if spelled and tools else tools
+        self._tokenizer, self._names = tokenizer._guard() if spelled else (tokenizer._tokenizer, {})
+        self._spelled = {mark: token for token, mark in marks.items()}
+
+    def text(self, count: int | None = None, *, add_generation_prompt: bool = False) -> str:
+        """The first `count` messages (default: all). RenderError if the template refuses them."""
+        return self._finish(self._render(count, add_generation_prompt, self._owner._environment))
+
+    def tagged(self) -> list[tuple[int, int]]:
+        """Where in `text()` the template's generation tags stand: [start, end) in characters. Empty where
+        it has none.
+        """
+        marked = self._finish(self._render(None, False, self._owner._marking))
+        if len(marked) - marked.count(_TAG_BEGIN) - marked.count(_TAG_END) != len(self.text()):
+            raise RenderError("a message holds U+E002 or U+E003, which mark the assistant's text here")
+        spans: list[tuple[int, int]] = []
+        starts: list[int] = []
+        position = 0
+        for character in marked:
+            if character == _TAG_BEGIN:
+                starts.append(position)
+            elif character == _TAG_END and starts:
+                spans.append((starts.pop(), position))
+            else:
+                position += 1
+        return spans
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids [n] of a piece of these texts."""
+        return self._owner._ids(self._tokenizer, text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens by the names they have in these texts."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _render(self, count: int | None, add_generation_prompt: bool, environment: Any) -> str:
+        template = self._owner._template(bool(self._tools), environment)
+        messages = self._messages if count is None else self._messages[:count]
+        return self._owner._fill(template, messages, self._tools, add_generation_prompt, self._options)
+
+    def _finish(self, text: str) -> str:
+        return _replace_all(_replace_all(text, self._names), self._spelled) if self._spelled else text
+
+
+def _output(text: str, line: int) -> jinja2.nodes.Output:
+    return jinja2.nodes.Output([jinja2.nodes.TemplateData(text)], lineno=line)
 
 
 def _load(source: bytes) -> Tokenizer:
@@ -227,9 +323,9 @@ def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[st
     return {str(item["name"]): str(item["template"]) for item in value or ()}
 
 
-def _environment() -> jinja2.Environment:
+def _environment(generation_tag: type[jinja2.ext.Extension]) -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation_tag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
