@@ -39,10 +39,29 @@ if TYPE_CHECKING:
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.params import Completion, SamplingParams
     from opentinker.training import advantages
-    from opentinker.training.losses import PPO, CrossEntropy, ImportanceSampling
+    from opentinker.training.corrections import (
+        TIS,
+        Decoupled,
+        GeometricMask,
+        IcePop,
+        SequenceMask,
+        SequenceTruncate,
+    )
+    from opentinker.training.losses import Component
     from opentinker.training.policy import Policy
+    from opentinker.training.policy_losses import (
+        CISPO,
+        DPPO,
+        DRO,
+        GMPO,
+        GSPO,
+        PPO,
+        SAPO,
+        ImportanceSampling,
+    )
     from opentinker.training.samples import TrainSample, TrainSamples, train_samples
-    from opentinker.training.tuning import AdamW, LoRA, ServerOptions
+    from opentinker.training.token_losses import KL, CrossEntropy, Distillation, Entropy, Registered, Value
+    from opentinker.training.tuning import AdamW, Full, LoRA, ServerOptions
 
 __version__ = "0.1.0.dev0"
 
@@ -71,31 +90,65 @@ _HOMES = {
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.params": ("Completion", "SamplingParams"),
-    "training.losses": ("PPO", "CrossEntropy", "ImportanceSampling"),
+    "training.corrections": (
+        "TIS",
+        "Decoupled",
+        "GeometricMask",
+        "IcePop",
+        "SequenceMask",
+        "SequenceTruncate",
+    ),
+    "training.losses": ("Component",),
+    "training.policy_losses": (
+        "CISPO",
+        "DPPO",
+        "DRO",
+        "GMPO",
+        "GSPO",
+        "PPO",
+        "SAPO",
+        "ImportanceSampling",
+    ),
     "training.policy": ("Policy",),
     "training.samples": ("TrainSample", "TrainSamples", "train_samples"),
-    "training.tuning": ("AdamW", "LoRA", "ServerOptions"),
+    "training.token_losses": ("KL", "CrossEntropy", "Distillation", "Entropy", "Registered", "Value"),
+    "training.tuning": ("AdamW", "Full", "LoRA", "ServerOptions"),
 }
 _MODULES = {"advantages": "training.advantages", "environments": "environments", "errors": "errors"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CISPO",
+    "DPPO",
+    "DRO",
+    "GMPO",
     "GRPO",
+    "GSPO",
+    "KL",
     "PPO",
+    "SAPO",
+    "TIS",
     "Action",
     "AdamW",
     "Batch",
     "Callback",
     "Cluster",
     "Completion",
+    "Component",
     "Content",
     "CrossEntropy",
+    "Decoupled",
+    "Distillation",
     "EndReason",
+    "Entropy",
     "Environment",
     "Evaluation",
     "EvaluationResult",
     "FitResult",
+    "Full",
+    "GeometricMask",
     "Group",
+    "IcePop",
     "ImportanceSampling",
     "Limits",
     "LoRA",
@@ -103,17 +156,21 @@ __all__ = [
     "Observation",
     "OpenTinkerError",
     "Policy",
+    "Registered",
     "Reward",
     "RewardStatus",
     "Rollouts",
     "RunResult",
     "SamplingParams",
+    "SequenceMask",
+    "SequenceTruncate",
     "ServerOptions",
     "StepResult",
     "ToolCall",
     "TrainSample",
     "TrainSamples",
     "Trajectory",
+    "Value",
     "advantages",
     "connect",
     "errors",

@@ -20,7 +20,7 @@ ENVIRONMENT = "arithmetic"
 EDGE_STEPS = 5
 """`reward_first` and `reward_last` are means over this many steps."""
 LEARNING_RATE = 4e-4
-"""At the first step; falls on a line to 0. Kept constant, it ends on whatever its last steps happened upon."""
+"""At the first step; falls on a line to 0. Kept constant, it ends on whatever its last steps met."""
 HELD_OUT = 200
 SHOWN = 6
 

@@ -24,7 +24,7 @@ from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.runs import RunRecord
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
-from opentinker.training.tuning import LoRA, ServerOptions
+from opentinker.training.tuning import Full, LoRA, ServerOptions, Tuning
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -75,7 +75,7 @@ class Cluster:
         self,
         model: str,
         *,
-        tuning: LoRA | None = None,
+        tuning: Tuning | None = None,
         seed: int = 0,
         name: str = "",
         from_checkpoint: str = "",
@@ -83,31 +83,44 @@ class Cluster:
         inference: ServerOptions | None = None,
         request_id: str | None = None,
         run: str = "",
+        beside: Policy | None = None,
     ) -> Pending[Policy]:
         """A policy over a base model, in a job of its own with a trainer and an inference slot.
 
-        Waits until the job runs. `seed` draws the initial adapter. Raises UnknownModel, CannotBeSatisfied and
-        others for what the cluster can never give.
+        Waits until the job runs. `seed` draws the initial adapter and value head. `beside`: in the job of
+        that policy instead, on the same servers (a critic, a teacher). Raises UnknownModel,
+        CannotBeSatisfied and others for what the cluster can never give.
         """
         chosen = LoRA() if tuning is None else tuning
-        if not isinstance(chosen, LoRA):
-            raise errors.unsupported("tuning", f"{chosen!r}: this version trains LoRA(...) adapters only")
+        if not isinstance(chosen, Tuning):
+            raise errors.invalid("tuning", f"{chosen!r} is none of LoRA(...) and Full(...)")
+        if beside is not None:
+            if beside.base_model != model or trainer is not None or inference is not None:
+                raise errors.invalid(
+                    "beside",
+                    f"the servers of {beside.name} hold {beside.base_model}; leave trainer and inference out",
+                )
+            return Pending.of(
+                self.portal,
+                self._add_policy(beside.job, model, chosen, seed, name, from_checkpoint, request_id),
+            )
         slots = [
             job_pb2.SlotSpec(
                 role=job_pb2.SLOT_ROLE_TRAINER,
                 base_model=model,
-                tuning=job_pb2.TUNING_KIND_LORA,
+                tuning=_kind(chosen),
                 count=1,
-                options=_with_rank(trainer, chosen).to_wire(),
+                options=_fitting(trainer, chosen).to_wire(),
             ),
             job_pb2.SlotSpec(
                 role=job_pb2.SLOT_ROLE_INFERENCE,
                 base_model=model,
                 count=1,
-                options=_with_rank(inference, chosen).to_wire(),
+                options=_fitting(inference, chosen).to_wire(),
             ),
         ]
-        spec = job_pb2.Job(display_name=name, kind=job_pb2.JOB_KIND_LORA_RL, slots=slots, run=run)
+        kind = job_pb2.JOB_KIND_FULL_RL if isinstance(chosen, Full) else job_pb2.JOB_KIND_LORA_RL
+        spec = job_pb2.Job(display_name=name, kind=kind, slots=slots, run=run)
         return Pending.of(
             self.portal,
             self._create_policy(spec, model, chosen, seed, name, from_checkpoint, request_id),
@@ -226,7 +239,7 @@ class Cluster:
         self,
         spec: job_pb2.Job,
         model: str,
-        tuning: LoRA,
+        tuning: Tuning,
         seed: int,
         name: str,
         from_checkpoint: str,
@@ -234,6 +247,24 @@ class Cluster:
     ) -> Policy:
         job = await Job.create(self.control, spec, watcher=self._watcher)
         self._jobs.append(job)
+        try:
+            return await self._add_policy(job, model, tuning, seed, name, from_checkpoint, request_id)
+        except BaseException:
+            self._jobs.remove(job)
+            with contextlib.suppress(errors.OpenTinkerError):
+                await job.cancel()
+            raise
+
+    async def _add_policy(
+        self,
+        job: Job,
+        model: str,
+        tuning: Tuning,
+        seed: int,
+        name: str,
+        from_checkpoint: str,
+        request_id: str | None,
+    ) -> Policy:
         identifier = request_id or f"policy-{uuid.uuid4().hex}"
 
         async def create(link: Link) -> trainer_service_pb2.CreatePolicyResponse:
@@ -249,13 +280,7 @@ class Cluster:
             )
             return await answer(TrainerServiceStub(link.channel).CreatePolicy(request))
 
-        try:
-            made = await job.through(Role.TRAINER, create)
-        except BaseException:
-            self._jobs.remove(job)
-            with contextlib.suppress(errors.OpenTinkerError):
-                await job.cancel()
-            raise
+        made = await job.through(Role.TRAINER, create)
         published = Version(made.policy.name, made.version.version, made.version.sha256)
         policy = Policy(
             self,
@@ -373,9 +398,17 @@ def active_cluster() -> Cluster:
     return _active[-1]
 
 
-def _with_rank(options: ServerOptions | None, tuning: LoRA) -> ServerOptions:
-    """Ask for servers that take the adapter's rank, where nothing else was asked for."""
+def _kind(tuning: Tuning) -> "job_pb2.TuningKind.ValueType":
+    return job_pb2.TUNING_KIND_FULL if isinstance(tuning, Full) else job_pb2.TUNING_KIND_LORA
+
+
+def _fitting(options: ServerOptions | None, tuning: Tuning) -> ServerOptions:
+    """Servers that take the tuning, where nothing else was asked for: the adapter's rank, or a server that is
+    not shared.
+    """
     from dataclasses import replace
 
     chosen = options or ServerOptions()
+    if isinstance(tuning, Full):
+        return replace(chosen, exclusive=True)
     return chosen if chosen.max_lora_rank is not None else replace(chosen, max_lora_rank=max(32, tuning.rank))

@@ -126,7 +126,8 @@ class Job:
             link = await self.link(role)
             try:
                 result = await call(link)
-            except (errors.Unavailable, errors.StaleAttempt) as error:
+            except (errors.Unavailable, errors.StaleAttempt, errors.Cancelled) as error:
+                # Cancelled by the other side: a server that is stopped answers what it was doing so.
                 await self.recover(link, error)
             except errors.Overloaded as error:
                 await asyncio.sleep(error.retry_after_s or PAUSE_S)

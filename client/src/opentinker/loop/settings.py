@@ -158,7 +158,7 @@ class Plan:
                 raise invalid(name, f"must be at least 1, not {getattr(self, name)}")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise invalid("checkpoint_every", f"must be at least 1 or None, not {self.checkpoint_every}")
-        if not self.sampling.full_support and self.algorithm.loss.needs_behavior:
+        if not self.sampling.full_support and "logprobs" in self.algorithm.loss.needs:
             raise unsupported(
                 "sampling",
                 "losses with an importance ratio need every token to be possible: leave top_p, top_k, min_p, "

@@ -1,101 +1,139 @@
-"""The losses of this version, as typed options. The trainer sums; the caller supplies the denominator."""
+"""The objective of a `forward_backward`: one loss or several, each with its coefficient and denominator.
+
+    policy.forward_backward(samples, ot.PPO(), denominator=samples.loss_tokens)
+    policy.forward_backward(samples, {
+        "policy": ot.Component(ot.PPO(correction=ot.TIS()), denominator=tokens),
+        "kl": ot.Component(ot.KL(), coefficient=0.01, denominator=tokens),
+        "supervised": ot.Component(ot.CrossEntropy(), coefficient=0.1, denominator=labelled),
+    })
+
+The trainer sums each term over the tokens of the rows that take part in it (`TrainSample.components`).
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from opentinker.errors import invalid
+from opentinker.training.policy_losses import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    PPO,
+    SAPO,
+    ImportanceSampling,
+    PolicyLoss,
+)
+from opentinker.training.token_losses import (
+    KL,
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    Registered,
+    TokenLoss,
+    Value,
+)
 from opentinkerapi.data.v1 import loss_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class ImportanceSampling:
-    """-r A per token, with r = exp(logprob - behavior logprob)."""
-
-    component: ClassVar[str] = "policy"
-    needs_behavior: ClassVar[bool] = True
-
-    def fill(self, wire: loss_pb2.LossComponent) -> None:
-        """Set the loss of a component."""
-        wire.importance_sampling.SetInParent()
+Loss = PolicyLoss | TokenLoss
 
 
 @dataclass(frozen=True, slots=True)
-class PPO:
-    """max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) per token; `dual_clip` bounds it where A < 0."""
+class Component:
+    """A term of the objective: coefficient * sum(loss) / denominator. Without a denominator: deferred."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-
-    component: ClassVar[str] = "policy"
-    needs_behavior: ClassVar[bool] = True
+    loss: Loss
+    coefficient: float = 1.0
+    denominator: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1:
-            raise invalid("clip_low", f"must be in [0, 1), not {self.clip_low}")
-        if not (math.isfinite(self.clip_high) and self.clip_high >= 0):
-            raise invalid("clip_high", f"must be a finite number of at least 0, not {self.clip_high}")
-        if self.dual_clip is not None and not (math.isfinite(self.dual_clip) and self.dual_clip > 1):
-            raise invalid("dual_clip", f"must be above 1, not {self.dual_clip}")
-
-    def fill(self, wire: loss_pb2.LossComponent) -> None:
-        """Set the loss of a component."""
-        wire.ppo.clip_low = self.clip_low
-        wire.ppo.clip_high = self.clip_high
-        if self.dual_clip is not None:
-            wire.ppo.dual_clip = self.dual_clip
+        if not isinstance(self.loss, Loss):
+            raise invalid("loss", f"{self.loss!r} is none of {known()}")
+        if not math.isfinite(self.coefficient):
+            raise invalid("coefficient", f"must be finite, not {self.coefficient}")
+        if self.denominator is not None:
+            _check_denominator(self.denominator)
 
 
-@dataclass(frozen=True, slots=True)
-class CrossEntropy:
-    """-w logprob per token; the weights w of the samples have any sign, default 1."""
-
-    component: ClassVar[str] = "supervised"
-    needs_behavior: ClassVar[bool] = False
-
-    def fill(self, wire: loss_pb2.LossComponent) -> None:
-        """Set the loss of a component."""
-        wire.cross_entropy.SetInParent()
+Losses = Loss | Component | Mapping[str, Loss | Component]
+"""One term, or several by name."""
 
 
-Loss = ImportanceSampling | PPO | CrossEntropy
-
-Losses = Loss | Mapping[str, Loss]
-"""One loss, or several as named components of one objective."""
+def named(losses: Losses) -> dict[str, Component]:
+    """The terms of an objective by name. InvalidArgument on what is no loss."""
+    given = losses if isinstance(losses, Mapping) else {_name(losses): losses}
+    if not given:
+        raise invalid("loss", "at least one loss is needed")
+    return {name: loss if isinstance(loss, Component) else Component(loss) for name, loss in given.items()}
 
 
 def components(
     losses: Losses, denominator: float | Mapping[str, float] | None
 ) -> list[loss_pb2.LossComponent]:
-    """The terms of an objective as messages. Without a denominator a component is deferred: OptimStep
-    carries it.
+    """The terms of an objective as messages.
 
-    InvalidArgument on what is no loss, and on a denominator that is not positive, or names no component.
+    `denominator` holds for every component, or by name; one of the component's own comes first. Without
+    either a component is deferred: OptimStep carries its denominator. InvalidArgument on what is no loss,
+    and on a denominator that is not positive, or names no component.
     """
-    named = losses if isinstance(losses, Mapping) else {getattr(losses, "component", ""): losses}
-    if not named:
-        raise invalid("loss", "at least one loss is needed")
-    for name, loss in named.items():
-        if not isinstance(loss, Loss):
-            raise invalid(
-                "loss",
-                f"{loss!r} is none of ImportanceSampling(), PPO() and CrossEntropy() ({name or 'loss'})",
-            )
-    given = denominator if isinstance(denominator, Mapping) else dict.fromkeys(named, denominator)
-    if extra := set(given) - set(named):
-        raise invalid("denominator", f"{sorted(extra)} name no component; there are {sorted(named)}")
+    terms = named(losses)
+    given = denominator if isinstance(denominator, Mapping) else dict.fromkeys(terms, denominator)
+    if extra := set(given) - set(terms):
+        raise invalid("denominator", f"{sorted(extra)} name no component; there are {sorted(terms)}")
     result = []
-    for name, loss in named.items():
+    for name, term in terms.items():
         wire = loss_pb2.LossComponent(name=name)
-        loss.fill(wire)
-        value = given.get(name)
+        term.loss.fill(wire)
+        if term.coefficient != 1.0:
+            wire.coefficient = term.coefficient
+        value = given.get(name) if term.denominator is None else term.denominator
         if value is None:
             wire.deferred.SetInParent()
-        elif math.isfinite(value) and value > 0:
-            wire.denominator = float(value)
         else:
-            raise invalid("denominator", f"must be a positive finite number, not {value}")
+            _check_denominator(value)
+            wire.denominator = float(value)
         result.append(wire)
     return result
+
+
+def known() -> str:
+    """The losses there are, for messages."""
+    return ", ".join(f"{kind.__name__}()" for kind in Loss.__args__)
+
+
+def _name(loss: object) -> str:
+    inner = loss.loss if isinstance(loss, Component) else loss
+    return str(getattr(inner, "component", ""))
+
+
+def _check_denominator(value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise invalid("denominator", f"must be a positive finite number, not {value}")
+
+
+__all__ = [
+    "CISPO",
+    "DPPO",
+    "DRO",
+    "GMPO",
+    "GSPO",
+    "KL",
+    "PPO",
+    "SAPO",
+    "Component",
+    "CrossEntropy",
+    "Distillation",
+    "Entropy",
+    "ImportanceSampling",
+    "Loss",
+    "Losses",
+    "PolicyLoss",
+    "Registered",
+    "TokenLoss",
+    "Value",
+    "components",
+    "known",
+    "named",
+]

@@ -23,9 +23,9 @@ from opentinker.environments.content import Message
 from opentinker.sampling.params import Completion, SamplingParams
 from opentinker.sampling.sampler import Sampler
 from opentinker.training import requests, results
-from opentinker.training.losses import Losses, components
+from opentinker.training.losses import Losses, components, named
 from opentinker.training.operations import Operation, OperationChannel, Prepared
-from opentinker.training.samples import TrainSample, TrainSamples, check
+from opentinker.training.samples import TrainSample, TrainSamples, check, takes_part
 from opentinker.training.tuning import AdamW
 from opentinkerapi.trainer.v1 import operation_pb2
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class _Gradient(Operation[results.ForwardBackwardResult]):
     """A ForwardBackward, with what an OptimStep must know of it."""
 
-    loss_tokens: float = 0.0
-    deferred: tuple[str, ...] = ()
+    deferred: Mapping[str, float]
+    """Components without a denominator, and their loss tokens."""
 
 
 class Policy:
@@ -83,16 +83,25 @@ class Policy:
     # --- training ---------------------------------------------------------------------------------------
 
     def forward(
-        self, samples: Sequence[TrainSample], *, entropy: bool = False, base_model: bool = False
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        entropy: bool = False,
+        values: bool = False,
+        base_model: bool = False,
     ) -> Operation[results.ForwardResult]:
-        """Logprobs of given rows without a gradient; `base_model`: under the model without its adapter."""
-        check(samples, needs_behavior=False)
+        """Logprobs of given rows without a gradient, at the rows' temperature; on request their entropy, and
+        what the value head says. `base_model`: under the model as it was loaded, a reference for KL terms.
+        """
+        check(samples)
 
         async def convert(wire: operation_pb2.Operation) -> results.ForwardResult:
             return results.forward(wire, await self._outputs(wire.forward, operation_pb2.ForwardResult()))
 
         def prepare() -> Awaitable[Prepared]:
-            return requests.forward(samples, self._blobs, entropy=entropy, base_model=base_model)
+            return requests.forward(
+                samples, self._blobs, entropy=entropy, values=values, base_model=base_model
+            )
 
         return self._operations.submit(Operation(self.portal, "forward", prepare, convert))
 
@@ -112,8 +121,7 @@ class Policy:
         computation, never out of a denominator. Raises InvalidSample here, before anything is sent.
         """
         terms = components(loss, denominator)
-        named = loss.values() if isinstance(loss, Mapping) else [loss]
-        check(samples, needs_behavior=any(each.needs_behavior for each in named))
+        check(samples, {name: term.loss.needs for name, term in named(loss).items()})
 
         async def convert(wire: operation_pb2.Operation) -> results.ForwardBackwardResult:
             outputs = await self._outputs(wire.forward_backward, operation_pb2.ForwardBackwardResult())
@@ -125,8 +133,11 @@ class Policy:
             )
 
         gradient = _Gradient(self.portal, "forward-backward", prepare, convert)
-        gradient.loss_tokens = float(sum(sample.loss_tokens for sample in samples))
-        gradient.deferred = tuple(term.name for term in terms if term.HasField("deferred"))
+        gradient.deferred = {
+            term.name: float(sum(row.loss_tokens for row in samples if takes_part(row, term.name)))
+            for term in terms
+            if term.HasField("deferred")
+        }
         self._open.append(gradient)
         self._operations.submit(gradient)
         return gradient
@@ -153,10 +164,10 @@ class Policy:
                     "a forward_backward of this step was refused; nothing was changed",
                     reason=errors.Reason.INCOMPLETE_BATCH,
                 )
-            divisors = {name: 0.0 for gradient in covered for name in gradient.deferred}
+            divisors: dict[str, float] = {}
             for gradient in covered:
-                for name in gradient.deferred:
-                    divisors[name] += gradient.loss_tokens
+                for name, tokens in gradient.deferred.items():
+                    divisors[name] = divisors.get(name, 0.0) + tokens
             divisors |= denominators or {}
             return requests.optim_step(optimizer, [gradient.seq for gradient in covered], divisors)
 

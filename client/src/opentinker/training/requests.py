@@ -44,12 +44,15 @@ async def _by_blob(chunk: trainer_service_pb2.SampleChunk, blobs: Blobs) -> trai
 
 
 async def forward(
-    samples: Sequence[TrainSample], blobs: Blobs, *, entropy: bool, base_model: bool
+    samples: Sequence[TrainSample], blobs: Blobs, *, entropy: bool, values: bool, base_model: bool
 ) -> Prepared:
     """A Forward."""
     parts = await chunks(samples, blobs)
     start = trainer_service_pb2.ForwardStart(
-        chunk_count=len(parts), return_entropy=entropy, use_base_model=base_model
+        chunk_count=len(parts),
+        return_entropy=entropy,
+        return_values=values,
+        use_base_model=base_model,
     )
 
     async def send(stub: TrainerServiceStub, header: Header, token: str) -> object:

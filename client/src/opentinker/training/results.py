@@ -31,11 +31,12 @@ Metrics = Mapping[str, Sum]
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
     """Logprobs of each sample, [n] float32 with 0 where none was computed; None for a row left out as
-    inert.
+    inert. `entropy` and `values` are empty arrays where they were not asked for.
     """
 
     logprobs: Sequence[NDArray[np.float32] | None] = ()
     entropy: Sequence[NDArray[np.float32] | None] = ()
+    values: Sequence[NDArray[np.float32] | None] = ()
     metrics: Metrics = field(default_factory=dict)
     engine_seconds: float = 0.0
 
@@ -130,6 +131,7 @@ def forward(wire: operation_pb2.Operation, outputs: Sequence[operation_pb2.Sampl
     return ForwardResult(
         logprobs=rows(outputs, "logprobs"),
         entropy=rows(outputs, "entropy"),
+        values=rows(outputs, "values"),
         metrics=sums(wire.forward.metrics),
         engine_seconds=engine_seconds(wire),
     )

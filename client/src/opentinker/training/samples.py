@@ -21,17 +21,45 @@ from opentinkerapi.runtime.tensors import pack_floats, pack_ids
 Floats = NDArray[np.float32]
 
 
+Array = Sequence[float] | Floats
+
+ARRAYS = {
+    "logprobs": "behavior_logprobs",
+    "advantages": "advantages",
+    "weights": "weights",
+    "proximal_logprobs": "proximal_logprobs",
+    "reference_logprobs": "reference_logprobs",
+    "teacher_logprobs": "teacher_logprobs",
+    "returns": "returns",
+    "old_values": "old_values",
+}
+"""Per-token arrays of a row, and their names on the wire."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One row of n tokens. `loss_mask` [n] of 0 and 1; `logprobs` and `advantages` [n] for policy losses,
-    `weights` [n] of any sign for cross_entropy (default 1).
-    """
+    """One row of n tokens. `loss_mask` [n] of 0 and 1; every other array [n] where a loss needs it."""
 
     token_ids: Sequence[int]
     loss_mask: Sequence[int]
-    logprobs: Sequence[float] | Floats | None = None
-    advantages: Sequence[float] | Floats | None = None
-    weights: Sequence[float] | Floats | None = None
+    logprobs: Array | None = None
+    """Of the sampler (behavior). For policy losses."""
+    advantages: Array | None = None
+    """For policy losses."""
+    weights: Array | None = None
+    """Factor of the token's loss in every component, of any sign. Default 1."""
+    proximal_logprobs: Array | None = None
+    """Of the trainer before the update: what the ratio of policy losses is taken to. Default `logprobs`."""
+    reference_logprobs: Array | None = None
+    """For KL."""
+    teacher_logprobs: Array | None = None
+    """For Distillation."""
+    returns: Array | None = None
+    """What the value head should say. For Value."""
+    old_values: Array | None = None
+    """What the value head said when the row was collected. For Value with a clip."""
+    components: Sequence[str] = ()
+    """Names of the loss components that the row takes part in. Default: all."""
     temperature: float = 1.0
     spans: Sequence[tuple[int, int, int]] = ()
     """(start, end, version) of sampled runs."""
@@ -62,13 +90,12 @@ class TrainSample:
                 for start, end, version in self.spans
             ],
             group_id=self.group_id,
+            components=self.components,
         )
-        if self.logprobs is not None:
-            wire.behavior_logprobs = pack_floats(self.logprobs)
-        if self.advantages is not None:
-            wire.advantages = pack_floats(self.advantages)
-        if self.weights is not None:
-            wire.weights = pack_floats(self.weights)
+        for name, field_name in ARRAYS.items():
+            values = getattr(self, name)
+            if values is not None:
+                setattr(wire, field_name, pack_floats(values))
         return wire
 
 
@@ -156,34 +183,56 @@ def train_samples(
     return TrainSamples(rows, _metrics(batch, counts, values))
 
 
-def check(samples: Sequence[TrainSample], *, needs_behavior: bool) -> None:
-    """InvalidSample, naming the index, if a row is malformed; InvalidArgument if nothing is trained on."""
+def check(samples: Sequence[TrainSample], needs: Mapping[str, Sequence[str]] | None = None) -> None:
+    """InvalidSample, naming the index, if a row is malformed or lacks an array that a component it takes part
+    in needs (`needs`: component -> arrays); InvalidArgument if nothing is trained on.
+    """
+    named = needs or {}
     for index, row in enumerate(samples):
-        count = len(row.token_ids)
-        arrays = {"logprobs": row.logprobs, "advantages": row.advantages, "weights": row.weights}
-        if count == 0:
-            raise _bad(index, "it has no tokens")
-        if len(row.loss_mask) != count:
-            raise _bad(index, f"loss_mask has {len(row.loss_mask)} entries for {count} tokens")
-        if set(row.loss_mask) - {0, 1}:
-            raise _bad(index, "loss_mask must be 0 or 1")
-        if row.loss_mask[0]:
-            raise _bad(index, "loss_mask[0] is 1: the first token has nothing before it to be predicted from")
-        for name, array in arrays.items():
-            if array is None:
-                if needs_behavior and name != "weights":
-                    raise _bad(index, f"{name} is missing; policy losses need it")
-                continue
-            if len(array) != count:
-                raise _bad(index, f"{name} has {len(array)} entries for {count} tokens")
-            if not np.isfinite(
-                np.asarray(array, dtype=np.float64)[np.asarray(row.loss_mask, dtype=bool)]
-            ).all():
-                raise _bad(index, f"{name} is not finite at a token that is trained on")
+        _check_row(index, row)
+        if named and set(row.components) - set(named):
+            raise _bad(
+                index, f"components {sorted(set(row.components) - set(named))} are none of {sorted(named)}"
+            )
+        for component in row.components or named:
+            for name in named[component] if named else ():
+                if getattr(row, name) is None:
+                    raise _bad(index, f"{name} is missing; {component!r} needs it")
     if not any(row.loss_tokens for row in samples):
         raise InvalidSample(
             "the batch has no token to train on", reason=Reason.NO_TRAINABLE_TOKENS, field="samples"
         )
+
+
+def takes_part(row: TrainSample, component: str) -> bool:
+    """Whether a component applies to a row."""
+    return not row.components or component in row.components
+
+
+def _check_row(index: int, row: TrainSample) -> None:
+    count = len(row.token_ids)
+    if count == 0:
+        raise _bad(index, "it has no tokens")
+    if len(row.loss_mask) != count:
+        raise _bad(index, f"loss_mask has {len(row.loss_mask)} entries for {count} tokens")
+    if set(row.loss_mask) - {0, 1}:
+        raise _bad(index, "loss_mask must be 0 or 1")
+    if row.loss_mask[0]:
+        raise _bad(index, "loss_mask[0] is 1: the first token has nothing before it to be predicted from")
+    trained = np.asarray(row.loss_mask, dtype=bool)
+    for name in ARRAYS:
+        array = getattr(row, name)
+        if array is None:
+            continue
+        values = np.asarray(array, dtype=np.float64)
+        if values.shape != (count,):
+            raise _bad(index, f"{name} has {_shape(values)} entries for {count} tokens")
+        if not np.isfinite(values[trained]).all():
+            raise _bad(index, f"{name} is not finite at a token that is trained on")
+
+
+def _shape(values: NDArray[np.float64]) -> str:
+    return str(len(values)) if values.ndim == 1 else "x".join(map(str, values.shape))
 
 
 def _bad(index: int, problem: str) -> InvalidSample:

@@ -17,7 +17,13 @@ class LoRA:
     rank: int = 16
     alpha: float = 32.0
     target_modules: Sequence[str] = ()
-    """Names of linear layers. Default: all attention and MLP projections."""
+    """Names of linear layers, "lm_head" (the unembedding) included. Default: all attention and MLP
+    projections.
+    """
+    value_head: bool = False
+    """Train a linear map from the last hidden state to one number beside, for value losses."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -28,7 +34,32 @@ class LoRA:
     def to_wire(self) -> policy_pb2.Tuning:
         """As a message."""
         lora = policy_pb2.LoraTuning(rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
-        return policy_pb2.Tuning(lora=lora)
+        return policy_pb2.Tuning(
+            lora=lora,
+            value_head=self.value_head,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Every weight is trained; the optimizer's state is float32. Its job does not share its servers."""
+
+    value_head: bool = False
+    """As of LoRA."""
+    activation_checkpointing: bool = False
+    """As of LoRA."""
+
+    def to_wire(self) -> policy_pb2.Tuning:
+        """As a message."""
+        return policy_pb2.Tuning(
+            full=policy_pb2.FullTuning(),
+            value_head=self.value_head,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+
+Tuning = LoRA | Full
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +113,8 @@ class ServerOptions:
     """Longest sequence."""
     exclusive: bool = False
     """Not shared with other jobs."""
+    ranks: int | None = None
+    """Trainer: processes that a policy is spread over."""
 
     def to_wire(self) -> job_pb2.ServerOptions:
         """As a message."""
@@ -92,4 +125,5 @@ class ServerOptions:
             max_lora_rank=self.max_lora_rank or 0,
             context_tokens=self.context_tokens or 0,
             exclusive=self.exclusive,
+            ranks=self.ranks or 0,
         )
