@@ -36,7 +36,7 @@ class _CorrectionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Correc
     CORRECTION_KIND_SEQUENCE_MASK: _CorrectionKind.ValueType  # 4
     """The product of w over the sequence where it lies in [low, high], 0 elsewhere."""
     CORRECTION_KIND_GEOMETRIC_MASK: _CorrectionKind.ValueType  # 5
-    """The token's w where the geometric mean over the sequence lies in [low, high], 0 for the others."""
+    """The token's w, at most token_high, where the geometric mean over the sequence lies in [low, high], 0 for the others."""
     CORRECTION_KIND_NONE: _CorrectionKind.ValueType  # 6
     """w itself: decoupled PPO."""
 
@@ -54,7 +54,7 @@ CORRECTION_KIND_SEQUENCE_TRUNCATE: CorrectionKind.ValueType  # 3
 CORRECTION_KIND_SEQUENCE_MASK: CorrectionKind.ValueType  # 4
 """The product of w over the sequence where it lies in [low, high], 0 elsewhere."""
 CORRECTION_KIND_GEOMETRIC_MASK: CorrectionKind.ValueType  # 5
-"""The token's w where the geometric mean over the sequence lies in [low, high], 0 for the others."""
+"""The token's w, at most token_high, where the geometric mean over the sequence lies in [low, high], 0 for the others."""
 CORRECTION_KIND_NONE: CorrectionKind.ValueType  # 6
 """w itself: decoupled PPO."""
 Global___CorrectionKind: _TypeAlias = CorrectionKind  # noqa: Y015
@@ -186,7 +186,9 @@ class LossComponent(_message.Message):
 
     @_builtins.property
     def correction(self) -> Global___OffPolicyCorrection:
-        """Weights a policy loss by how far the sampler is from the proximal policy. Policy losses only."""
+        """Weights a policy loss by how far the sampler is from the proximal policy. Policy losses only, and no registered
+        loss that takes its ratio to the sampler.
+        """
 
     def __init__(
         self,
@@ -241,31 +243,39 @@ class OffPolicyCorrection(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     LOW_FIELD_NUMBER: _builtins.int
     HIGH_FIELD_NUMBER: _builtins.int
+    TOKEN_HIGH_FIELD_NUMBER: _builtins.int
     kind: Global___CorrectionKind.ValueType
     """What is bounded, and how."""
     low: _builtins.float
     """Lower bound. Default 0."""
     high: _builtins.float
     """Upper bound. Default none."""
+    token_high: _builtins.float
+    """GEOMETRIC_MASK only: upper bound of a token's weight inside a sequence that is kept. Default none."""
     def __init__(
         self,
         *,
         kind: Global___CorrectionKind.ValueType = ...,
         low: _builtins.float | None = ...,
         high: _builtins.float | None = ...,
+        token_high: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "_token_high", b"_token_high", "high", b"high", "low", b"low", "token_high", b"token_high"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "kind", b"kind", "low", b"low"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "_token_high", b"_token_high", "high", b"high", "kind", b"kind", "low", b"low", "token_high", b"token_high"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
     _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
     _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
     _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    _WhichOneofReturnType__token_high: _TypeAlias = _typing.Literal["token_high"]  # noqa: Y015
+    _WhichOneofArgType__token_high: _TypeAlias = _typing.Literal["_token_high", b"_token_high"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_high) -> _WhichOneofReturnType__token_high | None: ...
 
 Global___OffPolicyCorrection: _TypeAlias = OffPolicyCorrection  # noqa: Y015
 
@@ -446,7 +456,7 @@ Global___DppoTvLoss: _TypeAlias = DppoTvLoss  # noqa: Y015
 
 @_typing.final
 class DroLoss(_message.Message):
-    """DroLoss is -logprob A + beta / 2 (logprob - behavior logprob)^2."""
+    """DroLoss is -logprob A + beta / 2 (logprob - proximal or behavior logprob)^2."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -580,7 +590,7 @@ Global___DeferredDenominator: _TypeAlias = DeferredDenominator  # noqa: Y015
 
 @_typing.final
 class ImportanceSamplingLoss(_message.Message):
-    """ImportanceSamplingLoss is -r A with r = exp(logprob - behavior logprob)."""
+    """ImportanceSamplingLoss is -r A with r = exp(logprob - proximal or behavior logprob)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
