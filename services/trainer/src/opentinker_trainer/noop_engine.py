@@ -28,6 +28,7 @@ class NoopHandlers:
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
+        self._open: dict[str, pb.TrainBeginRequest] = {}
         self._lora: dict[str, policy_pb2.LoraTuning] = {}
 
     def table(self) -> Mapping[str, Handler]:
@@ -36,8 +37,8 @@ class NoopHandlers:
             "Load": Handler(pb.TrainLoadRequest, self.load),
             "CreatePolicy": Handler(pb.TrainCreatePolicyRequest, self.create_policy),
             "DropPolicy": Handler(pb.TrainDropPolicyRequest, self.drop_policy),
-            "Forward": Handler(pb.TrainForwardRequest, self.forward),
-            "ForwardBackward": Handler(pb.TrainForwardBackwardRequest, self.forward_backward),
+            "Begin": Handler(pb.TrainBeginRequest, self.begin),
+            "Advance": Handler(pb.TrainAdvanceRequest, self.advance),
             "OptimStep": Handler(pb.TrainOptimStepRequest, self.optim_step),
             "Save": Handler(pb.TrainSaveRequest, self.save),
             "Restore": Handler(pb.TrainRestoreRequest, self.restore),
@@ -59,6 +60,19 @@ class NoopHandlers:
     def _check(self, policy: str) -> None:
         if policy not in self._steps:
             raise ServiceError(Reason.POLICY_NOT_FOUND, f"the engine does not hold {policy}")
+
+    def begin(self, request: pb.TrainBeginRequest) -> pb.TrainBeginResponse:
+        policy = request.forward.policy or request.forward_backward.policy
+        self._check(policy)
+        self._open[policy] = request
+        return pb.TrainBeginResponse(slices=1)
+
+    def advance(self, request: pb.TrainAdvanceRequest) -> pb.TrainAdvanceResponse:
+        self._check(request.policy)
+        opened = self._open.pop(request.policy)
+        if opened.WhichOneof("pass") == "forward":
+            return pb.TrainAdvanceResponse(forward=self.forward(opened.forward))
+        return pb.TrainAdvanceResponse(forward_backward=self.forward_backward(opened.forward_backward))
 
     def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
         self._check(request.policy)

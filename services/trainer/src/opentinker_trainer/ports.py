@@ -57,16 +57,15 @@ class Engine(Protocol):
         """Forget a policy."""
         ...
 
-    async def forward(
-        self, request: trainer_engine_pb2.TrainForwardRequest
-    ) -> trainer_engine_pb2.TrainForwardResponse:
-        """Compute logprobs."""
+    async def begin(self, request: trainer_engine_pb2.TrainBeginRequest) -> int:
+        """Open a pass of a policy in place of any that is open, and run nothing; how many slices it takes."""
         ...
 
-    async def forward_backward(
-        self, request: trainer_engine_pb2.TrainForwardBackwardRequest
-    ) -> trainer_engine_pb2.TrainForwardBackwardResponse:
-        """Add a gradient. If it raises, nothing was added."""
+    async def advance(self, policy: str) -> trainer_engine_pb2.TrainAdvanceResponse:
+        """Run the next slice of the policy's open pass; the answer is in the last one.
+
+        A gradient is added with the last slice only. If it raises, nothing was added and no pass is open.
+        """
         ...
 
     async def optim_step(

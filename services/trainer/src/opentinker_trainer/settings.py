@@ -37,6 +37,9 @@ class TrainerSettings(ServerSettings):
     share_prefix: bool = True
     max_shared_row_tokens: int = Field(default=384, ge=1)
     logit_rows: int = Field(default=256, ge=1)
+    slice_tokens: int = Field(default=1024, ge=1)
+    """A Forward or ForwardBackward runs in slices of about so many tokens, padding included; between two of
+    them the other policies have their turns. Results do not depend on it."""
 
     recovery_every_steps: int = Field(default=10, ge=1)
     """A recovery checkpoint after so many optimizer steps; a restart runs again what came after it."""
@@ -73,4 +76,5 @@ class TrainerSettings(ServerSettings):
             share_prefix=self.share_prefix,
             max_shared_row_tokens=self.max_shared_row_tokens,
             logit_rows=self.logit_rows,
+            slice_tokens=self.slice_tokens,
         )

@@ -20,8 +20,16 @@ NOW = timedelta()
 class FakeEngine:
     """State is the list of what happened; `interfere` is asked before each call."""
 
-    def __init__(self, interfere: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        interfere: Callable[[str], None] = lambda _: None,
+        slices_of: Callable[[int], int] = lambda _samples: 1,
+    ) -> None:
         self._interfere = interfere
+        self._slices_of = slices_of
+        self._open: dict[str, tuple[pb.TrainBeginRequest, int]] = {}
+        self.turns: list[str] = []
+        """Whose slices ran, in order."""
         self.history: dict[str, list[str]] = {}
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -46,16 +54,29 @@ class FakeEngine:
     async def drop_policy(self, policy: str) -> None:
         self.history.pop(policy, None)
 
-    async def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
-        self._enter("forward", request.policy)
-        return pb.TrainForwardResponse()
+    async def begin(self, request: pb.TrainBeginRequest) -> int:
+        if self.exited.done():
+            raise ServiceError(Reason.ENGINE_CRASHED)
+        opened = getattr(request, request.WhichOneof("pass") or "")
+        if opened.policy not in self.history:
+            raise ServiceError(Reason.POLICY_NOT_FOUND)
+        self._open[opened.policy] = (request, self._slices_of(len(opened.samples)))
+        return self._open[opened.policy][1]
 
-    async def forward_backward(
-        self, request: pb.TrainForwardBackwardRequest
-    ) -> pb.TrainForwardBackwardResponse:
-        self._enter("forward_backward", request.policy)
-        self.history[request.policy].append(f"gradient of {len(request.samples)}")
-        return pb.TrainForwardBackwardResponse()
+    async def advance(self, policy: str) -> pb.TrainAdvanceResponse:
+        request, left = self._open[policy]
+        kind = request.WhichOneof("pass") or ""
+        self._enter(kind, policy)
+        self.turns.append(policy)
+        await asyncio.sleep(0)
+        if left > 1:
+            self._open[policy] = (request, left - 1)
+            return pb.TrainAdvanceResponse()
+        del self._open[policy]
+        if kind == "forward":
+            return pb.TrainAdvanceResponse(forward=pb.TrainForwardResponse())
+        self.history[policy].append(f"gradient of {len(request.forward_backward.samples)}")
+        return pb.TrainAdvanceResponse(forward_backward=pb.TrainForwardBackwardResponse())
 
     async def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
         self._enter("optim_step", request.policy)

@@ -21,7 +21,10 @@ from opentinkerapi.trainer.v1 import trainer_service_pb2
 NAME = "policies/p"
 SPEC = LoraSpec(2, 4.0, ("q_proj",))
 SAMPLES = [message(row) for row in ragged_batch()[:3]]
-GRADIENT = pb.TrainForwardBackwardRequest(policy=NAME, samples=SAMPLES, losses=[cross_entropy()])
+GRADIENT = pb.TrainBeginRequest(
+    forward_backward=pb.TrainForwardBackwardRequest(policy=NAME, samples=SAMPLES, losses=[cross_entropy()])
+)
+LOOK = pb.TrainBeginRequest(forward=pb.TrainForwardRequest(policy=NAME, samples=SAMPLES))
 STEP = pb.TrainOptimStepRequest(policy=NAME, adamw=trainer_service_pb2.AdamW(learning_rate=0.1))
 
 
@@ -49,8 +52,18 @@ async def engine(
     await made.close()
     await asyncio.wait_for(asyncio.shield(made.exited), 10)
     with pytest.raises(ServiceError) as caught:
-        await made.forward_backward(GRADIENT)
+        await made.begin(GRADIENT)
     assert caught.value.reason is Reason.ENGINE_CRASHED
+
+
+async def whole(engine: Engine, request: pb.TrainBeginRequest) -> pb.TrainAdvanceResponse:
+    """A pass with all its slices; before the last one nothing is answered."""
+    answer = pb.TrainAdvanceResponse()
+    for _ in range(await engine.begin(request)):
+        assert answer == pb.TrainAdvanceResponse()
+        answer = await engine.advance(NAME)
+    assert answer.WhichOneof("answer") == request.WhichOneof("pass")
+    return answer
 
 
 async def saved(engine: Engine, directory: Path, *, adapter_only: bool = False) -> dict[str, bytes]:
@@ -61,26 +74,26 @@ async def saved(engine: Engine, directory: Path, *, adapter_only: bool = False) 
 async def test_an_engine_does_what_the_front_relies_on(engine: Engine, tmp_path: Path) -> None:
     # Steps count up, and move the weights.
     first = await saved(engine, tmp_path / "0")
-    await engine.forward_backward(GRADIENT)
+    await whole(engine, GRADIENT)
     assert (await engine.optim_step(STEP)).result.step == 1
     one = await saved(engine, tmp_path / "1")
     assert one != first
 
     # The same state is the same bytes, and what is saved can be gone back to.
     assert await saved(engine, tmp_path / "again") == one
-    await engine.forward_backward(GRADIENT)
+    await whole(engine, GRADIENT)
     assert (await engine.optim_step(STEP)).result.step == 2
     two = await saved(engine, tmp_path / "2")
     assert two != one
     restored = await engine.restore(NAME, tmp_path / "1", weights_only=False, drop_gradient=False)
     assert restored.step == 1
     assert await saved(engine, tmp_path / "back") == one
-    await engine.forward_backward(GRADIENT)
+    await whole(engine, GRADIENT)
     await engine.optim_step(STEP)
     assert await saved(engine, tmp_path / "replayed") == two
 
     # Looking changes nothing; making anew begins anew.
-    await engine.forward(pb.TrainForwardRequest(policy=NAME, samples=SAMPLES))
+    assert (await whole(engine, LOOK)).HasField("forward")
     assert await saved(engine, tmp_path / "looked") == two
     await engine.create_policy(NAME, SPEC, 1)
     assert await saved(engine, tmp_path / "anew") == first
@@ -88,7 +101,7 @@ async def test_an_engine_does_what_the_front_relies_on(engine: Engine, tmp_path:
     # A policy that is not there is refused by name, dropping it twice is fine.
     await engine.drop_policy(NAME)
     await engine.drop_policy(NAME)
-    for call in (engine.forward_backward(GRADIENT), engine.optim_step(STEP)):
+    for call in (engine.begin(GRADIENT), engine.optim_step(STEP)):
         with pytest.raises(ServiceError) as caught:
             await call
         assert caught.value.reason is Reason.POLICY_NOT_FOUND

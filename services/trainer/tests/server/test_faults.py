@@ -91,20 +91,20 @@ async def test_a_replay_that_diverged_becomes_the_next_version(world: World) -> 
         await learn(client)
         await client.done(await client.publish())
     # The replaying engine does something else.
-    original = FakeEngine.forward_backward
+    original = FakeEngine.advance
 
-    async def other(self, request):  # type: ignore[no-untyped-def]
-        self.history[request.policy].append("noise")
-        return await original(self, request)
+    async def other(self, policy):  # type: ignore[no-untyped-def]
+        self.history[policy].append("noise")
+        return await original(self, policy)
 
-    FakeEngine.forward_backward = other  # type: ignore[method-assign]
+    FakeEngine.advance = other  # type: ignore[method-assign]
     try:
         async with world.trainer() as again:
             again.policy, again.seq = client.policy, client.seq
             assert (await again.result(3)).publish_weights.version.version == 2
             assert (await again.done(await again.publish())).publish_weights.version.version == 3
     finally:
-        FakeEngine.forward_backward = original  # type: ignore[method-assign]
+        FakeEngine.advance = original  # type: ignore[method-assign]
     assert len(world.manifests("versions")) == 4
 
 

@@ -68,13 +68,12 @@ class ProcessEngine:
         request = pb.TrainDropPolicyRequest(policy=policy)
         await self._process.call("DropPolicy", request, pb.TrainDropPolicyResponse)
 
-    async def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
-        return await self._process.call("Forward", request, pb.TrainForwardResponse)
+    async def begin(self, request: pb.TrainBeginRequest) -> int:
+        return (await self._process.call("Begin", request, pb.TrainBeginResponse)).slices
 
-    async def forward_backward(
-        self, request: pb.TrainForwardBackwardRequest
-    ) -> pb.TrainForwardBackwardResponse:
-        return await self._process.call("ForwardBackward", request, pb.TrainForwardBackwardResponse)
+    async def advance(self, policy: str) -> pb.TrainAdvanceResponse:
+        request = pb.TrainAdvanceRequest(policy=policy)
+        return await self._process.call("Advance", request, pb.TrainAdvanceResponse)
 
     async def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
         return await self._process.call("OptimStep", request, pb.TrainOptimStepResponse)

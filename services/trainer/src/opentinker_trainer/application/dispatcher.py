@@ -1,8 +1,9 @@
 """Which operation is next in the engine, and what becomes of it.
 
-One operation runs at a time; policies take turns. After an engine's death every policy is brought up again
-from its newest recovery point and its log is replayed, so that an operation's effect is there once, whatever
-happened.
+Policies take turns, one at a time: a turn is an operation, or a slice of a Forward or ForwardBackward, so
+that a small operation does not wait for the whole of a large one. After an engine's death every policy is
+brought up again from its newest recovery point and its log is replayed, so that an operation's effect is
+there once, whatever happened.
 """
 
 import asyncio
@@ -60,7 +61,8 @@ class Dispatcher:
         self._recovery_every_steps = recovery_every_steps
         self._last = ""
         self.turn = asyncio.Lock()
-        """Held while a policy is worked on; whoever takes it finds every policy between two operations."""
+        """Held for a turn; whoever takes it finds every policy between two operations, or within one whose
+        effect is not there yet."""
 
     async def run(self) -> None:
         """For ever. ServiceError if no engine can be started."""
@@ -84,6 +86,7 @@ class Dispatcher:
             if policy.holder is not engine:
                 policy.holder = engine
                 policy.applied_seq = None
+                policy.begun = False
                 policy.queue.interrupt()
 
     def _pick(self) -> HeldPolicy | None:
@@ -123,12 +126,17 @@ class Dispatcher:
         if seq <= policy.queue.ended_seq:
             await self._replay(engine, policy, seq)
             return
-        policy.queue.start(seq)
+        if not policy.begun:
+            policy.queue.start(seq)
         try:
             done = await self._outcome(engine, policy, seq)
         except ServiceError:
+            policy.begun = False
             policy.queue.interrupt()
             raise
+        policy.begun = done is None
+        if done is None:
+            return
         if seq > policy.queue.acked_seq:
             policy.results[seq] = done
         policy.queue.end(seq)
@@ -139,27 +147,39 @@ class Dispatcher:
 
     async def _replay(self, engine: Engine, policy: HeldPolicy, seq: int) -> None:
         if seq not in policy.poisoned:
-            logged = await patiently(self._clock, lambda: self._store.read_operation(policy.name, seq))
+            logged = await self._body(policy, seq)
+            known = policy.results.get(seq)
+            begun, policy.begun = policy.begun, False
             async with self._counting(engine, policy, seq):
                 try:
-                    await self._executor.replay(engine, policy, logged, policy.results.get(seq))
+                    ended = await self._executor.replay(engine, policy, logged, known, begun=begun)
+                    policy.begun = not ended
                 except ServiceError as error:
                     if error.reason in _NOT_AN_OUTCOME:
                         raise
                     log.info("replayed to a failure", policy=policy.name, seq=seq, reason=error.reason)
-        policy.applied_seq = seq
+        if not policy.begun:
+            policy.applied_seq = seq
+            policy.bodies.pop(seq, None)
 
-    async def _outcome(self, engine: Engine, policy: HeldPolicy, seq: int) -> operation_pb2.Operation:
-        """The operation, DONE or FAILED. ServiceError if it must run again, or may not run here."""
-        logged = policy.bodies.get(seq)
-        if logged is None:
+    async def _body(self, policy: HeldPolicy, seq: int) -> pb.LoggedOperation:
+        """A logged operation, kept at hand until it has run."""
+        if seq not in policy.bodies:
             logged = await patiently(self._clock, lambda: self._store.read_operation(policy.name, seq))
+            policy.bodies[seq] = logged
+        return policy.bodies[seq]
+
+    async def _outcome(self, engine: Engine, policy: HeldPolicy, seq: int) -> operation_pb2.Operation | None:
+        """The operation, DONE or FAILED, or None while slices of it are left. ServiceError if it must run
+        again, or may not run here.
+        """
+        logged = await self._body(policy, seq)
         if seq in policy.poisoned:
             text = "the operation was running at two crashes of the engine and is skipped"
             return _failed(policy, logged, ServiceError(Reason.POISONED, text))
         async with self._counting(engine, policy, seq):
             try:
-                return await self._executor.run(engine, policy, logged)
+                return await self._executor.run(engine, policy, logged, begun=policy.begun)
             except ServiceError as error:
                 if error.reason in _NOT_AN_OUTCOME:
                     raise
@@ -171,7 +191,7 @@ class Dispatcher:
 
     @asynccontextmanager
     async def _counting(self, engine: Engine, policy: HeldPolicy, seq: int) -> AsyncIterator[None]:
-        """Count a crash against the operation within."""
+        """Count a crash against the operation whose turn runs within."""
         running = Running(seq, policy.crashes.get(seq, 0))
         if running.crashes:
             await patiently(self._clock, lambda: self._store.mark_running(policy.name, running))

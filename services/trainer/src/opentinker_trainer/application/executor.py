@@ -71,9 +71,12 @@ class Executor:
         self._work_dir = work_dir
 
     async def run(
-        self, engine: Engine, policy: HeldPolicy, logged: pb.LoggedOperation
-    ) -> operation_pb2.Operation:
-        """Run an operation to its end. ServiceError if it fails; the engine's state is then unchanged."""
+        self, engine: Engine, policy: HeldPolicy, logged: pb.LoggedOperation, *, begun: bool
+    ) -> operation_pb2.Operation | None:
+        """Run an operation to its end, or one slice of it: None if there are more, `begun` from then on.
+
+        ServiceError if it fails; the policy's state in the engine is then unchanged.
+        """
         done = operation_pb2.Operation(
             policy=policy.name,
             seq=logged.seq,
@@ -82,9 +85,19 @@ class Executor:
         )
         match logged.WhichOneof("body"):
             case "forward":
-                await self._forward(engine, policy, logged.forward, done)
+                if not begun:
+                    await engine.begin(await self._forward_pass(policy, logged.forward))
+                answer = await engine.advance(policy.name)
+                if not answer.HasField("forward"):
+                    return None
+                await self._forward(answer.forward, done)
             case "forward_backward":
-                await self._forward_backward(engine, policy, logged.forward_backward, done)
+                if not begun:
+                    await engine.begin(await self._forward_backward_pass(policy, logged.forward_backward))
+                answer = await engine.advance(policy.name)
+                if not answer.HasField("forward_backward"):
+                    return None
+                await self._forward_backward(policy, answer.forward_backward, done)
             case "optim_step":
                 await self._optim_step(engine, policy, logged.optim_step, done)
             case "save_checkpoint":
@@ -103,28 +116,32 @@ class Executor:
         policy: HeldPolicy,
         logged: pb.LoggedOperation,
         known: operation_pb2.Operation | None,
-    ) -> None:
-        """Bring the engine past an operation that ended before the engine was lost."""
+        *,
+        begun: bool,
+    ) -> bool:
+        """Bring the engine past an operation that ended before the engine was lost; False while slices of it
+        are left.
+        """
         kind = logged.WhichOneof("body")
         if known is not None and known.state == operation_pb2.OPERATION_STATE_FAILED:
-            return
+            return True
         if kind == "publish_weights" and known is not None:
             policy.state = policy.state.published(known.publish_weights.version.version)
-        elif kind == "forward" or (kind == "save_checkpoint" and known is not None):
-            return
-        else:
-            await self.run(engine, policy, logged)
+            return True
+        if kind == "forward" or (kind == "save_checkpoint" and known is not None):
+            return True
+        return await self.run(engine, policy, logged, begun=begun) is not None
 
-    async def _forward(
-        self, engine: Engine, policy: HeldPolicy, body: pb.LoggedForward, done: operation_pb2.Operation
-    ) -> None:
+    async def _forward_pass(self, policy: HeldPolicy, body: pb.LoggedForward) -> pb.TrainBeginRequest:
         request = pb.TrainForwardRequest(
             policy=policy.name,
             samples=await patiently(self._clock, lambda: samples_of(self._store, body.chunks)),
             return_entropy=body.start.return_entropy,
             use_base_model=body.start.use_base_model,
         )
-        answer = await engine.forward(request)
+        return pb.TrainBeginRequest(forward=request)
+
+    async def _forward(self, answer: pb.TrainForwardResponse, done: operation_pb2.Operation) -> None:
         result = done.forward
         result.CopyFrom(answer.result)
         if result.ByteSize() > _INLINE_RESULT_BYTES:
@@ -133,13 +150,9 @@ class Executor:
             result.outputs_blob.CopyFrom(blob)
         done.engine_time.CopyFrom(answer.engine_time)
 
-    async def _forward_backward(
-        self,
-        engine: Engine,
-        policy: HeldPolicy,
-        body: pb.LoggedForwardBackward,
-        done: operation_pb2.Operation,
-    ) -> None:
+    async def _forward_backward_pass(
+        self, policy: HeldPolicy, body: pb.LoggedForwardBackward
+    ) -> pb.TrainBeginRequest:
         request = pb.TrainForwardBackwardRequest(
             policy=policy.name,
             samples=await patiently(self._clock, lambda: samples_of(self._store, body.chunks)),
@@ -147,7 +160,11 @@ class Executor:
             return_logprobs=body.start.return_logprobs,
             skip_inert_rows=body.start.skip_inert_rows,
         )
-        answer = await engine.forward_backward(request)
+        return pb.TrainBeginRequest(forward_backward=request)
+
+    async def _forward_backward(
+        self, policy: HeldPolicy, answer: pb.TrainForwardBackwardResponse, done: operation_pb2.Operation
+    ) -> None:
         # From here on the gradient is there: nothing below may fail the operation.
         policy.state = policy.state.with_gradient(done.seq)
         result = done.forward_backward

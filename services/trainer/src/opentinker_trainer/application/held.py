@@ -66,6 +66,8 @@ class HeldPolicy:
     """As of `applied_seq`."""
     applied_seq: int | None = None
     """The engine's state includes everything up to here; None: the engine does not have the policy."""
+    begun: bool = False
+    """The engine has an open pass of the operation after `applied_seq`: some of its slices have run."""
     recovery: RecoveryPoint | None = None
     """Newest state saved on this host."""
     durable_seq: int = 0

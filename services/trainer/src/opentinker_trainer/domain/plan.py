@@ -55,6 +55,11 @@ class MicroBatch:
         """Padded length."""
         return max(row.length for row in self.rows)
 
+    @property
+    def tokens(self) -> int:
+        """Columns that go through the model, padding included."""
+        return len(self.rows) * self.length
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -97,6 +102,20 @@ def plan(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSetting
     if open_rows:
         batches.append(MicroBatch(tuple(open_rows)))
     return batches
+
+
+def slices(batches: Sequence[MicroBatch], tokens: int) -> list[tuple[MicroBatch, ...]]:
+    """Runs of micro-batches of about `tokens` padded tokens, at least one micro-batch each."""
+    found: list[tuple[MicroBatch, ...]] = []
+    run: list[MicroBatch] = []
+    size = 0
+    for batch in batches:
+        if run and size + batch.tokens > tokens:
+            found.append(tuple(run))
+            run, size = [], 0
+        run.append(batch)
+        size += batch.tokens
+    return [*found, tuple(run)] if run else found
 
 
 def _rows(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings) -> list[Row]:

@@ -5,7 +5,7 @@ the same loss, gradient and metrics up to rounding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opentinker_trainer.domain.losses import Component
-from opentinker_trainer.domain.plan import PlanSettings, layout, plan
+from opentinker_trainer.domain.plan import MicroBatch, PlanSettings, layout, plan, slices
 from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Array, Columns
@@ -38,6 +38,8 @@ class ComputeSettings:
     plan: PlanSettings = field(default_factory=PlanSettings)
     logit_rows: int = 256
     """How many rows of logits [logit_rows, V] exist at a time."""
+    slice_tokens: int = 1024
+    """Tokens of a slice (padding included); a micro-batch is never cut."""
 
 
 @dataclass(slots=True)
@@ -71,60 +73,132 @@ class _Scores:
         ]
 
 
+class _Pass:
+    """A pass over a request, slice by slice.
+
+    Which micro-batches there are, and in which order they run, follows from request and launch settings, so
+    that what runs between two slices cannot change a bit.
+    """
+
+    def __init__(
+        self, scorer: Scorer, samples: Sequence[Sample], wanted: Sequence[int], settings: ComputeSettings
+    ) -> None:
+        self._scorer = scorer
+        self._samples = samples
+        self._columns = Columns.of(samples)
+        self._scores = _Scores.empty(self._columns)
+        self._slices = slices(plan(samples, wanted, settings.plan), settings.slice_tokens)
+        self._next = 0
+
+    @property
+    def slices(self) -> int:
+        """How many slices the pass takes, at least one."""
+        return max(1, len(self._slices))
+
+    @property
+    def ended(self) -> bool:
+        """Whether every slice has run."""
+        return self._next >= self.slices
+
+    def run_slice(self) -> None:
+        """Run the next slice."""
+        for batch in self._slices[self._next] if self._slices else ():
+            self._run(batch)
+        self._next += 1
+
+    def _run(self, batch: MicroBatch) -> None:
+        raise NotImplementedError
+
+
+class ForwardPass(_Pass):
+    """Logprobs and entropy at the loss tokens of each sample, without gradients."""
+
+    def __init__(self, scorer: Scorer, samples: Sequence[Sample], settings: ComputeSettings) -> None:
+        super().__init__(scorer, samples, _with_loss_tokens(samples), settings)
+        self._metrics: Metrics = {}
+
+    def _run(self, batch: MicroBatch) -> None:
+        cut = layout(batch, self._samples)
+        with torch.no_grad():
+            result = self._scorer.score(cut, self._columns)
+        self._scores.put(self._columns.positions(cut), result)
+        add_metric(self._metrics, "actor/entropy", float(result.entropy.double().sum()), len(cut.tokens))
+
+    def finish(self) -> ForwardOutput:
+        """The result, once every slice has run."""
+        return ForwardOutput(self._scores.by_sample(self._columns, frozenset()), self._metrics)
+
+
+class BackwardPass(_Pass):
+    """Losses, and the gradient of coefficient * sum / denominator with respect to `parameters`.
+
+    The gradient is the pass's own until somebody takes it from the output. With `skip_inert` rows that cannot
+    contribute are left out: their losses are 0 and still count as loss tokens, their logprobs are not
+    computed.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        samples: Sequence[Sample],
+        components: Sequence[Component],
+        parameters: dict[str, Tensor],
+        settings: ComputeSettings,
+        *,
+        skip_inert: bool,
+    ) -> None:
+        trainable = _with_loss_tokens(samples)
+        wanted = trainable
+        if skip_inert:
+            wanted = [index for index in trainable if not samples[index].is_inert(components)]
+        super().__init__(scorer, samples, wanted, settings)
+        self._components = components
+        self._parameters = parameters
+        self._skipped = frozenset(trainable) - frozenset(wanted)
+        # A deferred component is there even where nothing contributes: OptimStep carries its denominator.
+        gradients: dict[str, Gradient] = {c.name: {} for c in components if c.denominator is None}
+        self._output = BackwardOutput(empty_sums(samples, components), gradients, [], {}, 0)
+
+    def _run(self, batch: MicroBatch) -> None:
+        cut = layout(batch, self._samples)
+        result = self._scorer.score(cut, self._columns)
+        add_losses(
+            cut, self._samples, self._columns, self._components, result, self._parameters, self._output
+        )
+        self._scores.put(self._columns.positions(cut), result)
+        self._output.trained_tokens += len(cut.tokens)
+
+    def finish(self) -> BackwardOutput:
+        """The result, once every slice has run."""
+        self._output.scores = self._scores.by_sample(self._columns, self._skipped)
+        summarize(self._output, self._samples, self._components)
+        return self._output
+
+
 class Compute:
-    """Runs passes of whatever adapter is active in the model."""
+    """Begins passes; their slices run with whatever adapter is active in the model then."""
 
     def __init__(self, base: BaseModel, settings: ComputeSettings) -> None:
         self._scorer = Scorer(base, settings.logit_rows)
         share = settings.plan.share_prefix and base.full_attention
-        self._plan = PlanSettings(
-            settings.plan.token_budget, settings.plan.max_rows, share, settings.plan.max_shared_row_tokens
-        )
+        self._settings = replace(settings, plan=replace(settings.plan, share_prefix=share))
 
-    def forward(self, samples: Sequence[Sample]) -> ForwardOutput:
-        """Logprobs and entropy at the loss tokens of each sample, without gradients."""
-        columns = Columns.of(samples)
-        scores = _Scores.empty(columns)
-        metrics: Metrics = {}
-        with torch.no_grad():
-            for batch in plan(samples, _with_loss_tokens(samples), self._plan):
-                cut = layout(batch, samples)
-                result = self._scorer.score(cut, columns)
-                scores.put(columns.positions(cut), result)
-                add_metric(metrics, "actor/entropy", float(result.entropy.double().sum()), len(cut.tokens))
-        return ForwardOutput(scores.by_sample(columns, frozenset()), metrics)
+    def begin_forward(self, samples: Sequence[Sample]) -> ForwardPass:
+        """A Forward of which no slice has run."""
+        return ForwardPass(self._scorer, samples, self._settings)
 
-    def forward_backward(
+    def begin_forward_backward(
         self,
         samples: Sequence[Sample],
         components: Sequence[Component],
         parameters: dict[str, Tensor],
         *,
         skip_inert: bool,
-    ) -> BackwardOutput:
-        """Losses, and the gradient of coefficient * sum / denominator with respect to `parameters`.
-
-        With `skip_inert` rows that cannot contribute are left out: their losses are 0 and still count as loss
-        tokens, their logprobs are not computed.
-        """
-        trainable = _with_loss_tokens(samples)
-        wanted = trainable
-        if skip_inert:
-            wanted = [index for index in trainable if not samples[index].is_inert(components)]
-        columns = Columns.of(samples)
-        scores = _Scores.empty(columns)
-        # A deferred component is there even where nothing contributes: OptimStep carries its denominator.
-        gradients: dict[str, Gradient] = {c.name: {} for c in components if c.denominator is None}
-        output = BackwardOutput(empty_sums(samples, components), gradients, [], {}, 0)
-        for batch in plan(samples, wanted, self._plan):
-            cut = layout(batch, samples)
-            result = self._scorer.score(cut, columns)
-            add_losses(cut, samples, columns, components, result, parameters, output)
-            scores.put(columns.positions(cut), result)
-            output.trained_tokens += len(cut.tokens)
-        output.scores = scores.by_sample(columns, frozenset(trainable) - frozenset(wanted))
-        summarize(output, samples, components)
-        return output
+    ) -> BackwardPass:
+        """A ForwardBackward of which no slice has run."""
+        return BackwardPass(
+            self._scorer, samples, components, parameters, self._settings, skip_inert=skip_inert
+        )
 
 
 def _with_loss_tokens(samples: Sequence[Sample]) -> list[int]:

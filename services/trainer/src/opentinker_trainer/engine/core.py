@@ -19,7 +19,13 @@ from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
 from opentinker_trainer.engine.adapters import AdapterBank
 from opentinker_trainer.engine.base_model import BaseModel, load_base_model
-from opentinker_trainer.engine.compute import Compute, ComputeSettings, ForwardOutput
+from opentinker_trainer.engine.compute import (
+    BackwardPass,
+    Compute,
+    ComputeSettings,
+    ForwardOutput,
+    ForwardPass,
+)
 from opentinker_trainer.engine.objective import BackwardOutput
 from opentinker_trainer.engine.policy import Policy, StepReport
 from opentinker_trainer.engine.state_files import load_state, save_adapter, save_state
@@ -38,6 +44,14 @@ class EngineSettings:
     compute: ComputeSettings = field(default_factory=ComputeSettings)
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenPass:
+    """A pass of which some slices may have run."""
+
+    work: ForwardPass | BackwardPass
+    use_base_model: bool = False
+
+
 class TorchEngine:
     """Policies over a base model."""
 
@@ -50,6 +64,8 @@ class TorchEngine:
         self._bank = AdapterBank(self.base)
         self._compute = Compute(self.base, settings.compute)
         self._policies: dict[str, Policy] = {}
+        self._open: dict[str, _OpenPass] = {}
+        """By policy: at most one pass each."""
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -67,14 +83,57 @@ class TorchEngine:
 
     def drop_policy(self, name: str) -> None:
         """Forget a policy; one that is not there is forgotten already."""
+        self._open.pop(name, None)
         policy = self._policies.pop(name, None)
         if policy is not None:
             self._bank.delete(policy.adapter)
 
+    def begin_forward(self, name: str, samples: Sequence[Sample], *, use_base_model: bool = False) -> int:
+        """Open a Forward of the policy, or of the bare base model; how many slices it takes."""
+        self._policy(name)
+        self._open[name] = _OpenPass(self._compute.begin_forward(samples), use_base_model)
+        return self._open[name].work.slices
+
+    def begin_forward_backward(
+        self,
+        name: str,
+        samples: Sequence[Sample],
+        components: Sequence[Component],
+        *,
+        skip_inert: bool = False,
+    ) -> int:
+        """Open a ForwardBackward of the policy; how many slices it takes."""
+        parameters = self._policy(name).parameters
+        work = self._compute.begin_forward_backward(samples, components, parameters, skip_inert=skip_inert)
+        self._open[name] = _OpenPass(work)
+        return work.slices
+
+    def advance(self, name: str) -> ForwardOutput | BackwardOutput | None:
+        """Run the next slice of the policy's open pass; its output if that was the last one.
+
+        Only then is a gradient added to the policy's accumulated one. A slice that raises ends the pass.
+        """
+        policy = self._policy(name)
+        opened = self._open.pop(name, None)
+        if opened is None:
+            raise ServiceError(Reason.INTERNAL, f"{name} has no open pass")
+        work = opened.work
+        with self._bank.base_only() if opened.use_base_model else self._active(name):
+            work.run_slice()
+        if not work.ended:
+            self._open[name] = opened
+            return None
+        output = work.finish()
+        if isinstance(output, BackwardOutput):
+            policy.add(output.gradients)
+        return output
+
     def forward(self, name: str, samples: Sequence[Sample], *, use_base_model: bool = False) -> ForwardOutput:
-        """Logprobs at the loss tokens, of the policy or of the bare base model."""
-        with self._bank.base_only() if use_base_model else self._active(name):
-            return self._compute.forward(samples)
+        """A whole Forward: logprobs at the loss tokens, of the policy or of the bare base model."""
+        self.begin_forward(name, samples, use_base_model=use_base_model)
+        output = self._advance_to_the_end(name)
+        assert isinstance(output, ForwardOutput)
+        return output
 
     def forward_backward(
         self,
@@ -84,19 +143,22 @@ class TorchEngine:
         *,
         skip_inert: bool = False,
     ) -> BackwardOutput:
-        """Add the gradient of the request to the policy's accumulated one."""
-        policy = self._policy(name)
-        with self._active(name):
-            output = self._compute.forward_backward(
-                samples, components, policy.parameters, skip_inert=skip_inert
-            )
-        policy.add(output.gradients)
+        """A whole ForwardBackward: adds the gradient of the request to the policy's accumulated one."""
+        self.begin_forward_backward(name, samples, components, skip_inert=skip_inert)
+        output = self._advance_to_the_end(name)
+        assert isinstance(output, BackwardOutput)
+        return output
+
+    def _advance_to_the_end(self, name: str) -> ForwardOutput | BackwardOutput:
+        while (output := self.advance(name)) is None:
+            pass
         return output
 
     def optim_step(
         self, name: str, hyper: AdamWStep, denominators: Mapping[str, float] | None = None
     ) -> StepReport:
         """Apply the accumulated gradient and clear it."""
+        self._open.pop(name, None)
         return self._policy(name).step(hyper, denominators or {})
 
     def save_state(self, name: str, directory: Path) -> list[str]:
@@ -108,6 +170,7 @@ class TorchEngine:
     ) -> int:
         """Replace the policy's state by a directory's; returns the optimizer steps it has taken."""
         policy = self._policy(name)
+        self._open.pop(name, None)
         load_state(policy, directory, weights_only=weights_only, drop_gradient=drop_gradient)
         return policy.steps
 

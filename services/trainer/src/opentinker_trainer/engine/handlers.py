@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,13 +13,22 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import Handler
 from opentinker_trainer import wire
 from opentinker_trainer.domain.plan import PlanSettings
-from opentinker_trainer.engine.compute import ComputeSettings
+from opentinker_trainer.engine.compute import ComputeSettings, ForwardOutput
 from opentinker_trainer.engine.core import EngineSettings, TorchEngine
-from opentinker_trainer.engine.objective import SampleScores
+from opentinker_trainer.engine.objective import BackwardOutput, SampleScores
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.tensors import pack_floats
 from opentinkerapi.trainer.v1 import operation_pb2
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What the answer of an open pass shall hold, and how long its slices took so far."""
+
+    return_entropy: bool = False
+    return_logprobs: bool = False
+    engine_s: float = 0.0
 
 
 class EngineHandlers:
@@ -26,6 +36,7 @@ class EngineHandlers:
 
     def __init__(self) -> None:
         self._loaded: TorchEngine | None = None
+        self._opened: dict[str, _Opened] = {}
 
     def table(self) -> Mapping[str, Handler]:
         """Method name -> handler."""
@@ -33,8 +44,8 @@ class EngineHandlers:
             "Load": Handler(pb.TrainLoadRequest, self.load),
             "CreatePolicy": Handler(pb.TrainCreatePolicyRequest, self.create_policy),
             "DropPolicy": Handler(pb.TrainDropPolicyRequest, self.drop_policy),
-            "Forward": Handler(pb.TrainForwardRequest, self.forward),
-            "ForwardBackward": Handler(pb.TrainForwardBackwardRequest, self.forward_backward),
+            "Begin": Handler(pb.TrainBeginRequest, self.begin),
+            "Advance": Handler(pb.TrainAdvanceRequest, self.advance),
             "OptimStep": Handler(pb.TrainOptimStepRequest, self.optim_step),
             "Save": Handler(pb.TrainSaveRequest, self.save),
             "Restore": Handler(pb.TrainRestoreRequest, self.restore),
@@ -54,7 +65,7 @@ class EngineHandlers:
                 dtype=request.dtype,
                 attention=request.attention,
                 threads=request.threads,
-                compute=ComputeSettings(plan, request.logit_rows),
+                compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens),
             )
         )
         base = self._loaded.base
@@ -75,36 +86,40 @@ class EngineHandlers:
         self._engine.drop_policy(request.policy)
         return pb.TrainDropPolicyResponse()
 
-    def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
+    def begin(self, request: pb.TrainBeginRequest) -> pb.TrainBeginResponse:
         started = time.monotonic()
-        output = self._engine.forward(
-            request.policy, wire.samples_of(request.samples), use_base_model=request.use_base_model
-        )
-        result = operation_pb2.ForwardResult(
-            outputs=[_output(scores, entropy=request.return_entropy) for scores in output.scores],
-            metrics=wire.metric_messages(output.metrics),
-        )
-        return pb.TrainForwardResponse(result=result, engine_time=_since(started))
+        if request.WhichOneof("pass") == "forward":
+            policy = request.forward.policy
+            slices = self._engine.begin_forward(
+                policy,
+                wire.samples_of(request.forward.samples),
+                use_base_model=request.forward.use_base_model,
+            )
+            opened = _Opened(return_entropy=request.forward.return_entropy)
+        else:
+            policy = request.forward_backward.policy
+            slices = self._engine.begin_forward_backward(
+                policy,
+                wire.samples_of(request.forward_backward.samples),
+                wire.components_of(request.forward_backward.losses),
+                skip_inert=request.forward_backward.skip_inert_rows,
+            )
+            opened = _Opened(return_logprobs=request.forward_backward.return_logprobs)
+        opened.engine_s = time.monotonic() - started
+        self._opened[policy] = opened
+        return pb.TrainBeginResponse(slices=slices)
 
-    def forward_backward(self, request: pb.TrainForwardBackwardRequest) -> pb.TrainForwardBackwardResponse:
+    def advance(self, request: pb.TrainAdvanceRequest) -> pb.TrainAdvanceResponse:
         started = time.monotonic()
-        output = self._engine.forward_backward(
-            request.policy,
-            wire.samples_of(request.samples),
-            wire.components_of(request.losses),
-            skip_inert=request.skip_inert_rows,
-        )
-        result = operation_pb2.ForwardBackwardResult(
-            components=[
-                operation_pb2.ComponentSum(component=name, loss_sum=total, weight=weight)
-                for name, (total, weight) in output.loss_sums.items()
-            ],
-            metrics=wire.metric_messages(output.metrics),
-            trained_tokens=output.trained_tokens,
-        )
-        if request.return_logprobs:
-            result.outputs.extend(_output(scores, entropy=False) for scores in output.scores)
-        return pb.TrainForwardBackwardResponse(result=result, engine_time=_since(started))
+        output = self._engine.advance(request.policy)
+        opened = self._opened[request.policy]
+        opened.engine_s += time.monotonic() - started
+        if output is None:
+            return pb.TrainAdvanceResponse()
+        del self._opened[request.policy]
+        if isinstance(output, BackwardOutput):
+            return pb.TrainAdvanceResponse(forward_backward=_backward_response(output, opened))
+        return pb.TrainAdvanceResponse(forward=_forward_response(output, opened))
 
     def optim_step(self, request: pb.TrainOptimStepRequest) -> pb.TrainOptimStepResponse:
         started = time.monotonic()
@@ -152,6 +167,28 @@ class EngineHandlers:
         return self._loaded
 
 
+def _forward_response(output: ForwardOutput, opened: _Opened) -> pb.TrainForwardResponse:
+    result = operation_pb2.ForwardResult(
+        outputs=[_output(scores, entropy=opened.return_entropy) for scores in output.scores],
+        metrics=wire.metric_messages(output.metrics),
+    )
+    return pb.TrainForwardResponse(result=result, engine_time=_duration(opened.engine_s))
+
+
+def _backward_response(output: BackwardOutput, opened: _Opened) -> pb.TrainForwardBackwardResponse:
+    result = operation_pb2.ForwardBackwardResult(
+        components=[
+            operation_pb2.ComponentSum(component=name, loss_sum=total, weight=weight)
+            for name, (total, weight) in output.loss_sums.items()
+        ],
+        metrics=wire.metric_messages(output.metrics),
+        trained_tokens=output.trained_tokens,
+    )
+    if opened.return_logprobs:
+        result.outputs.extend(_output(scores, entropy=False) for scores in output.scores)
+    return pb.TrainForwardBackwardResponse(result=result, engine_time=_duration(opened.engine_s))
+
+
 def _output(scores: SampleScores, *, entropy: bool) -> operation_pb2.SampleOutput:
     return operation_pb2.SampleOutput(
         logprobs=b"" if scores.skipped else pack_floats(scores.logprobs),
@@ -161,6 +198,10 @@ def _output(scores: SampleScores, *, entropy: bool) -> operation_pb2.SampleOutpu
 
 
 def _since(started: float) -> Duration:
+    return _duration(time.monotonic() - started)
+
+
+def _duration(seconds: float) -> Duration:
     duration = Duration()
-    duration.FromTimedelta(timedelta(seconds=time.monotonic() - started))
+    duration.FromTimedelta(timedelta(seconds=seconds))
     return duration
