@@ -29,6 +29,7 @@ from platformdirs import user_cache_path
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.files import write_json
+from opentinkerapi.runtime import images
 from opentinkerapi.runtime.reasons import Reason
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -129,12 +130,13 @@ def _unknown(model_id: str, model_roots: Sequence[Path], field: str) -> ServiceE
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """What a ChatTokenizer needs of a model directory, by file name."""
+    """What a ChatTokenizer and ImageSettings need of a model directory, by file name."""
     names = (
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
         "generation_config.json",
+        *images.FILES,
         _CONFIG,
     )
     return {name: (path / name).read_bytes() for name in names if (path / name).is_file()}

@@ -11,11 +11,13 @@ from opentinker_kit.testing.servers import (
     start_nats,
     start_weed,
 )
+from opentinker_kit.testing.vision import build_tiny_qwen2_5_vl
 from opentinker_kit.testing.waiting import wait_until, wait_until_sync
 
 __all__ = [
     "NatsServer",
     "S3Server",
+    "build_tiny_qwen2_5_vl",
     "build_tiny_qwen3",
     "free_port",
     "start_nats",

@@ -3,6 +3,7 @@ time.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +34,11 @@ def build_tiny_qwen3(directory: Path, seed: int = 0) -> Path:
     One token a byte, so any text can be encoded; context 2,048.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer(SPECIAL_TOKENS)
     tokenizer.save(str(directory / "tokenizer.json"))
     special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     vocabulary = -(-tokenizer.get_vocab_size() // 64) * 64
-    _write(
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -49,7 +50,7 @@ def build_tiny_qwen3(directory: Path, seed: int = 0) -> Path:
             "chat_template": _TEMPLATE,
         },
     )
-    _write(
+    write_json(
         directory / "config.json",
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -76,7 +77,7 @@ def build_tiny_qwen3(directory: Path, seed: int = 0) -> Path:
             "dtype": "float32",
         },
     )
-    _write(
+    write_json(
         directory / "generation_config.json",
         {
             "eos_token_id": [special["<|im_end|>"], special["<|endoftext|>"]],
@@ -87,12 +88,13 @@ def build_tiny_qwen3(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(special_tokens: Sequence[str]) -> Tokenizer:
+    """One token a byte, and after these the special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     return tokenizer
 
 
@@ -124,5 +126,6 @@ def _weights(vocabulary: int, seed: int) -> dict[str, Weights]:
     return weights
 
 
-def _write(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """A file with a JSON value, for people to read."""
     path.write_text(json.dumps(value, indent=1) + "\n")

@@ -10,6 +10,7 @@ import pytest
 from opentinker_kit.settings import S3Settings
 from opentinker_kit.testing.models import build_tiny_qwen3
 from opentinker_kit.testing.servers import NatsServer, S3Server, start_nats, start_weed
+from opentinker_kit.testing.vision import build_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +37,9 @@ def s3(s3_server: S3Server) -> S3Settings:
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny random model, the same bits every time."""
     return build_tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3-random"))
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny random vision-language model, the same bits every time."""
+    return build_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny-qwen2.5-vl-random"))
