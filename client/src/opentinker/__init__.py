@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         SequenceMask,
         SequenceTruncate,
     )
+    from opentinker.training.episodes import train_samples
     from opentinker.training.losses import Component
     from opentinker.training.policy import Policy
     from opentinker.training.policy_losses import (
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
         SAPO,
         ImportanceSampling,
     )
-    from opentinker.training.samples import TrainSample, TrainSamples, train_samples
+    from opentinker.training.samples import TrainSample, TrainSamples
     from opentinker.training.token_losses import KL, CrossEntropy, Distillation, Entropy, Registered, Value
     from opentinker.training.tuning import AdamW, Full, LoRA, ServerOptions
 
@@ -110,7 +111,8 @@ _HOMES = {
         "ImportanceSampling",
     ),
     "training.policy": ("Policy",),
-    "training.samples": ("TrainSample", "TrainSamples", "train_samples"),
+    "training.episodes": ("train_samples",),
+    "training.samples": ("TrainSample", "TrainSamples"),
     "training.token_losses": ("KL", "CrossEntropy", "Distillation", "Entropy", "Registered", "Value"),
     "training.tuning": ("AdamW", "Full", "LoRA", "ServerOptions"),
 }

@@ -30,9 +30,10 @@ from opentinker.rollout.rollouts import TRAIN, Rollouts
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling import identity
 from opentinker.sampling.params import SamplingParams
+from opentinker.training.episodes import train_samples
 from opentinker.training.policy import Policy
 from opentinker.training.results import Checkpoint
-from opentinker.training.samples import TrainSamples, train_samples
+from opentinker.training.samples import TrainSamples
 from opentinker.training.tuning import AdamW, LoRA, ServerOptions
 
 CLIP_NORM = 1.0

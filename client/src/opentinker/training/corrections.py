@@ -64,15 +64,21 @@ class SequenceMask:
 
 @dataclass(frozen=True, slots=True)
 class GeometricMask:
-    """The token's w where the geometric mean over its sequence lies in [low, high], 0 for other sequences."""
+    """The token's w where the geometric mean over its sequence lies in [low, high], 0 for other sequences.
+
+    `token_high` bounds w inside the sequences that are kept: one token of thousands may be far off and hide
+    in the mean.
+    """
 
     low: float = 0.99
     high: float = 1.01
+    token_high: float = 2.0
 
     kind: ClassVar["loss_pb2.CorrectionKind.ValueType"] = loss_pb2.CORRECTION_KIND_GEOMETRIC_MASK
 
     def __post_init__(self) -> None:
         ordered("low", self.low, "high", self.high)
+        above("token_high", self.token_high, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,8 @@ Correction = TIS | IcePop | SequenceTruncate | SequenceMask | GeometricMask | De
 def to_wire(correction: Correction) -> loss_pb2.OffPolicyCorrection:
     """As a message."""
     wire = loss_pb2.OffPolicyCorrection(kind=correction.kind)
-    low, high = getattr(correction, "low", None), getattr(correction, "high", None)
-    if low is not None:
-        wire.low = low
-    if high is not None:
-        wire.high = high
+    for name in ("low", "high", "token_high"):
+        value = getattr(correction, name, None)
+        if value is not None:
+            setattr(wire, name, value)
     return wire

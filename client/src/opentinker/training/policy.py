@@ -7,6 +7,7 @@ Trainer operations are ordered and pipelined: start the next before the previous
     for operation in step: await operation
 """
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,8 @@ from opentinker.connection.tokenizers import fetch_tokenizer
 from opentinker.environments.content import Message
 from opentinker.sampling.params import Completion, SamplingParams
 from opentinker.sampling.sampler import Sampler
-from opentinker.training import requests, results
-from opentinker.training.losses import Losses, components, named
+from opentinker.training import custom, requests, results
+from opentinker.training.losses import CrossEntropy, Losses, components, named
 from opentinker.training.operations import Operation, OperationChannel, Prepared
 from opentinker.training.samples import TrainSample, TrainSamples, check, takes_part
 from opentinker.training.tuning import AdamW
@@ -141,6 +142,24 @@ class Policy:
         self._open.append(gradient)
         self._operations.submit(gradient)
         return gradient
+
+    def forward_backward_custom(
+        self, samples: Sequence[TrainSample], function: custom.CustomLoss
+    ) -> Pending[custom.CustomResult]:
+        """Add the gradient of a loss of one's own: a function of the logprobs of all rows that gives the loss
+        and its derivatives (see `opentinker.training.custom`). The rows' `weights` are not used.
+
+        Two passes, so await it before `optim_step`. What the function raises is raised here.
+        """
+
+        async def both() -> custom.CustomResult:
+            scored = await self.forward(samples)
+            # In a thread: leases are renewed on this loop, and the function may take long.
+            loss, rows = await asyncio.to_thread(custom.apply, samples, scored, function)
+            done = await self.forward_backward(rows, {custom.COMPONENT: CrossEntropy()}, denominator=1.0)
+            return custom.result(loss, done, scored)
+
+        return Pending.of(self.portal, both())
 
     def optim_step(
         self, optimizer: AdamW, *, denominators: Mapping[str, float] | None = None

@@ -4,17 +4,14 @@ Alignment: every per-token array has the length of the ids, entry i belongs to t
 trained on. Only the trainer shifts. What is malformed is refused here, by index, before anything is sent.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, overload
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opentinker.errors import InvalidSample, Reason, invalid
-from opentinker.rollout.trajectory import Batch, Trajectory
-from opentinker.training.advantages import Advantage, grpo, is_constant
+from opentinker.errors import InvalidSample, Reason
 from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
 from opentinkerapi.runtime.tensors import pack_floats, pack_ids
 
@@ -132,57 +129,6 @@ class TrainSamples(Sequence[TrainSample]):
         return all(row.inert or row.loss_tokens == 0 for row in self._rows)
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What happened to the trajectories of a batch on their way to rows."""
-
-    reasons: Counter[str] = field(default_factory=Counter)
-    singletons: int = 0
-    constant: int = 0
-    groups: int = 0
-
-
-def train_samples(
-    batch: Batch,
-    advantage: Advantage = grpo,
-    *,
-    zero_variance: Literal["keep", "drop"] = "keep",
-) -> TrainSamples:
-    """Turn the trajectories of a batch into rows; each segment of a trajectory is a row with its advantage.
-
-    What infrastructure ended, and what has no reward, leaves its group and is counted. Groups whose rewards
-    are all equal (the raw ones) teach nothing: "keep" sends their rows with advantage 0, so that they count
-    in the denominator; "drop" leaves them out of both.
-    """
-    if zero_variance not in ("keep", "drop"):
-        raise invalid("zero_variance", f"must be 'keep' or 'drop', not {zero_variance!r}")
-    counts = _Counts()
-    kept: list[Trajectory] = []
-    for group in batch.groups:
-        usable = [trajectory for trajectory in group.trajectories if _usable(trajectory, counts)]
-        if not usable:
-            continue
-        rewards = np.array([trajectory.reward.value for trajectory in usable], dtype=np.float64)
-        constant = is_constant(rewards)
-        counts.groups += 1
-        counts.singletons += len(usable) == 1
-        counts.constant += constant
-        if not (constant and zero_variance == "drop"):
-            kept += usable
-    values = np.asarray(
-        advantage(
-            [trajectory.reward.value for trajectory in kept], [trajectory.group for trajectory in kept]
-        ),
-        dtype=np.float64,
-    )
-    if values.shape != (len(kept),):
-        raise invalid("advantage", f"must give {len(kept)} numbers, one a trajectory, not {values.shape}")
-    rows = [
-        row for trajectory, value in zip(kept, values, strict=True) for row in _rows(trajectory, float(value))
-    ]
-    return TrainSamples(rows, _metrics(batch, counts, values))
-
-
 def check(samples: Sequence[TrainSample], needs: Mapping[str, Sequence[str]] | None = None) -> None:
     """InvalidSample, naming the index, if a row is malformed or lacks an array that a component it takes part
     in needs (`needs`: component -> arrays); InvalidArgument if nothing is trained on.
@@ -242,49 +188,3 @@ def _bad(index: int, problem: str) -> InvalidSample:
         field=f"samples[{index}]",
         metadata={"index": str(index)},
     )
-
-
-def _usable(trajectory: Trajectory, counts: _Counts) -> bool:
-    if not trajectory.end_reason.trainable:
-        counts.reasons[trajectory.end_reason.value] += 1
-        return False
-    if not trajectory.reward.is_valid:
-        counts.reasons[trajectory.reward.status.value] += 1
-        return False
-    return True
-
-
-def _rows(trajectory: Trajectory, value: float) -> Iterator[TrainSample]:
-    for number, segment in enumerate(trajectory.segments):
-        if not any(segment.loss_mask):
-            continue
-        mask = np.asarray(segment.loss_mask, dtype=np.float32)
-        yield TrainSample(
-            token_ids=segment.token_ids,
-            loss_mask=segment.loss_mask,
-            logprobs=segment.logprobs,
-            advantages=mask * np.float32(value),
-            temperature=trajectory.temperature,
-            spans=segment.spans,
-            group_id=trajectory.group,
-            sample_id=f"{trajectory.group}/{trajectory.member}/{number}",
-        )
-
-
-def _metrics(batch: Batch, counts: _Counts, advantages: NDArray[np.float64]) -> dict[str, float]:
-    total = sum(len(group.trajectories) for group in batch.groups)
-    metrics = {
-        "group/count": float(counts.groups),
-        "group/zero_variance_fraction": counts.constant / counts.groups if counts.groups else 0.0,
-        "group/singletons": float(counts.singletons),
-        "rollout/excluded": float(sum(counts.reasons.values())),
-        "rollout/excluded_fraction": sum(counts.reasons.values()) / total if total else 0.0,
-    }
-    metrics |= {f"rollout/excluded/{reason}": float(count) for reason, count in counts.reasons.items()}
-    if advantages.size:
-        metrics |= {
-            "critic/advantages/mean": float(advantages.mean()),
-            "critic/advantages/max": float(advantages.max()),
-            "critic/advantages/min": float(advantages.min()),
-        }
-    return metrics
