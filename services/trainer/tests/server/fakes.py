@@ -66,9 +66,9 @@ class FakeEngine:
     async def advance(self, policy: str) -> pb.TrainAdvanceResponse:
         request, left = self._open[policy]
         kind = request.WhichOneof("pass") or ""
-        self._enter(kind, policy)
         self.turns.append(policy)
-        await asyncio.sleep(0)
+        self._enter(kind, policy)
+        await asyncio.sleep(0.001)
         if left > 1:
             self._open[policy] = (request, left - 1)
             return pb.TrainAdvanceResponse()

@@ -28,10 +28,12 @@ class World:
         self.directory = directory
         self.objects = FlakyStore()
         self.interfere: Callable[[str], None] = lambda _: None
+        self.slices_of: Callable[[int], int] = lambda _samples: 1
         self.engines: list[FakeEngine] = []
 
     def make_engine(self) -> FakeEngine:
-        self.engines.append(FakeEngine(lambda what: self.interfere(what)))
+        engine = FakeEngine(lambda what: self.interfere(what), lambda samples: self.slices_of(samples))
+        self.engines.append(engine)
         return self.engines[-1]
 
     @asynccontextmanager
