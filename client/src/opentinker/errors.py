@@ -89,6 +89,7 @@ __all__ = [
     "StaleStep",
     "StepTimeout",
     "StorageFull",
+    "TemplateProblem",
     "TrainingStopped",
     "Unauthenticated",
     "Unavailable",
@@ -110,6 +111,17 @@ class JobEnded(Aborted):
 
 class TrainingStopped(Aborted):
     """`fit()` gave up: nothing left to learn from, or too many steps without a finite gradient."""
+
+
+class TemplateProblem(InvalidArgument):
+    """The model's chat template cannot be trained with as asked: what it writes is not what would be
+    sampled.
+    """
+
+    @classmethod
+    def of(cls, problem: str) -> "TemplateProblem":
+        """With a text that says what the template does."""
+        return cls(problem, reason=Reason.INVALID_FIELD, field="messages")
 
 
 def invalid(field: str, problem: str) -> InvalidArgument:

@@ -7,6 +7,7 @@ spells one, it is encoded as the characters it consists of. (Needs the extra `re
 """
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -258,23 +259,25 @@ class Rendering:
         """The first `count` messages (default: all). RenderError if the template refuses them."""
         return self._finish(self._render(count, add_generation_prompt, self._owner._environment))
 
-    def tagged(self) -> list[tuple[int, int]]:
-        """Where in `text()` the template's generation tags stand: [start, end) in characters. Empty where
-        it has none.
+    def tagged(self, count: int | None = None) -> list[tuple[int, int]]:
+        """Where in `text(count)` the template's generation tags stand: [start, end) in characters. Empty
+        where it has none.
         """
-        marked = self._finish(self._render(None, False, self._owner._marking))
-        if len(marked) - marked.count(_TAG_BEGIN) - marked.count(_TAG_END) != len(self.text()):
+        marked = self._finish(self._render(count, False, self._owner._marking))
+        if _TAG_BEGIN not in marked:
+            return []
+        pieces = re.split(f"([{_TAG_BEGIN}{_TAG_END}])", marked)
+        if "".join(pieces[::2]) != self.text(count):
             raise RenderError("a message holds U+E002 or U+E003, which mark the assistant's text here")
         spans: list[tuple[int, int]] = []
         starts: list[int] = []
         position = 0
-        for character in marked:
-            if character == _TAG_BEGIN:
+        for text, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+            position += len(text)
+            if mark == _TAG_BEGIN:
                 starts.append(position)
-            elif character == _TAG_END and starts:
+            elif mark:
                 spans.append((starts.pop(), position))
-            else:
-                position += 1
         return spans
 
     def ids(self, text: str) -> list[int]:
