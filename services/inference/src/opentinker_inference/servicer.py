@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 
 from opentinker_inference import wire
-from opentinker_inference.adapters.tokenizer import ModelTokenizer, TokenizerFile
+from opentinker_inference.adapters.tokenizer import ModelTokenizer
 from opentinker_inference.domain.requests import SampleCall
 from opentinker_inference.domain.sampling import Completion, PromptScores, cut_at_stop
 from opentinker_inference.domain.service import InferenceDomain
@@ -29,8 +29,6 @@ METHODS = (
     "Detokenize",
     "GetCapabilities",
 )
-_RUN_BYTES = 1 << 20
-"""How much of a tokenizer file travels in one message."""
 _MODES = {"adapter": pb.SERVING_MODE_ADAPTER, "merged": pb.SERVING_MODE_MERGED}
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -120,16 +118,12 @@ class InferenceServicer(InferenceServiceServicer):
     async def GetTokenizer(  # type: ignore[override]
         self, request: pb.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[pb.GetTokenizerResponse]:
-        digest = self._tokenizer.digest
+        digest = self._tokenizer.files.digest
         if not request.sha256s:
-            files = [_described(file) for file in self._tokenizer.files]
-            yield pb.GetTokenizerResponse(digest=digest, files=files)
+            yield pb.GetTokenizerResponse(digest=digest, files=self._tokenizer.files.listing())
             return
-        for file in [self._tokenizer.by_digest(sha256) for sha256 in request.sha256s]:
-            for offset in range(0, max(len(file.data), 1), _RUN_BYTES):
-                run = _described(file)
-                run.offset, run.data = offset, file.data[offset : offset + _RUN_BYTES]
-                yield pb.GetTokenizerResponse(digest=digest, files=[run])
+        for run in self._tokenizer.files.runs(request.sha256s):
+            yield pb.GetTokenizerResponse(digest=digest, files=[run])
 
     async def RenderChat(  # type: ignore[override]
         self, request: pb.RenderChatRequest, context: Context
@@ -167,7 +161,7 @@ class InferenceServicer(InferenceServiceServicer):
             deterministic=info.deterministic,
             sampling_fields=sorted({*info.sampling_fields, "include_stop_in_output"}),
             methods=METHODS,
-            tokenizer_digest=self._tokenizer.digest,
+            tokenizer_digest=self._tokenizer.files.digest,
             end_token_ids=self._domain.end_token_ids,
             raw_logprobs=False,
         )
@@ -190,7 +184,3 @@ class InferenceServicer(InferenceServiceServicer):
             call.params.include_stop_in_output,
         )
         return wire.finished_pb(completion, text, call.params.seed + completion.index, call.spec.model)
-
-
-def _described(file: TokenizerFile) -> pb.TokenizerFile:
-    return pb.TokenizerFile(name=file.name, sha256=file.sha256, size_bytes=len(file.data))

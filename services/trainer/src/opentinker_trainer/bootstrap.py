@@ -14,10 +14,11 @@ from opentinker_kit.auth import Access, AuthPolicy
 from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
-from opentinker_kit.models import resolve_model
+from opentinker_kit.models import resolve_model, tokenizer_files
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.server import KitServer, build_server
+from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinker_trainer.adapters.catalog import GrpcCatalog, NoCatalog
 from opentinker_trainer.adapters.engine_process import ProcessEngine
 from opentinker_trainer.application.admission import Admission, ByteBudget
@@ -136,6 +137,7 @@ class TrainerServer:
             self.holdings,
             engine=settings.engine,
             dtype=settings.dtype,
+            ranks=settings.ranks,
             budget=ByteBudget(settings.max_pending_bytes),
             max_operation_bytes=settings.max_operation_bytes,
         )
@@ -176,7 +178,10 @@ class TrainerServer:
             self._settings.base_model,
             digest,
             self._settings.max_lora_rank,
-            self._settings.memory_limit_bytes or psutil.virtual_memory().available // 2,
+            self._settings.memory_limit_bytes
+            or psutil.virtual_memory().available // (2 * self._settings.ranks),
+            forward_bytes=self._settings.weight_bytes(),
+            ranks=self._settings.ranks,
         )
         self.admission.limits = self._limits(model)
         self._begin("dispatcher", self._dispatch())
@@ -209,6 +214,7 @@ class TrainerServer:
             allow_any_dir=settings.allow_any_model_dir,
         )
         self._model_path = resolved.path
+        self.servicer.tokenizer = TokenizerFiles(tokenizer_files(resolved.path))
         return resolved.digest
 
     def _limits(self, model: ModelInfo) -> Limits:
@@ -236,6 +242,7 @@ class TrainerServer:
                 dtype=settings.dtype,
                 max_lora_rank=settings.max_lora_rank,
                 context_tokens=settings.context_tokens,
+                ranks=settings.ranks,
             ),
             slots=settings.slots,
             advertise_address=self.server.address,

@@ -7,10 +7,12 @@ from typing import Any, TypeAlias, TypeVar
 import grpc.aio
 
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinker_trainer.application.admission import Admission, ByteBudget
 from opentinker_trainer.application.holdings import Holdings
 from opentinker_trainer.application.trainer import Trainer
 from opentinker_trainer.domain.losses import LOSS_NAMES
+from opentinker_trainer.domain.tuning import TUNINGS
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
@@ -38,6 +40,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         *,
         engine: str,
         dtype: str,
+        ranks: int,
         budget: ByteBudget,
         max_operation_bytes: int,
     ) -> None:
@@ -46,9 +49,12 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self._holdings = holdings
         self._engine = engine
         self._dtype = dtype
+        self._ranks = ranks
         self._budget = budget
         self._max_operation_bytes = max_operation_bytes
         self._unloaded: dict[str, tuple[str, float]] = {}
+        self.tokenizer = TokenizerFiles({})
+        """The base model's, once it is found."""
 
     async def CreatePolicy(
         self, request: trainer_service_pb2.CreatePolicyRequest, context: _Context
@@ -136,6 +142,18 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         operation = await self._admission.get(request.policy, request.seq, request.wait.ToTimedelta())
         return trainer_service_pb2.GetOperationResponse(operation=operation)
 
+    async def GetTokenizer(
+        self, request: trainer_service_pb2.GetTokenizerRequest, context: _Context
+    ) -> AsyncIterator[trainer_service_pb2.GetTokenizerResponse]:
+        if self._admission.limits is None:
+            raise ServiceError(Reason.SERVER_STARTING, retry_after_s=1.0)
+        files = self.tokenizer
+        if not request.sha256s:
+            yield trainer_service_pb2.GetTokenizerResponse(digest=files.digest, files=files.listing())
+            return
+        for run in files.runs(request.sha256s):
+            yield trainer_service_pb2.GetTokenizerResponse(digest=files.digest, files=[run])
+
     async def GetCapabilities(
         self, request: trainer_service_pb2.GetCapabilitiesRequest, context: _Context
     ) -> trainer_service_pb2.GetCapabilitiesResponse:
@@ -151,6 +169,8 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             max_lora_rank=self._trainer.base.max_lora_rank,
             forward_dtype=self._dtype,
             methods=METHODS,
+            tunings=TUNINGS,
+            ranks=self._ranks,
         )
 
     async def _chunks(

@@ -26,10 +26,11 @@ from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior_
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from opentinkerapi.data.v1 import content_pb2 as opentinkerapi_dot_data_dot_v1_dot_content__pb2
 from opentinkerapi.data.v1 import prompt_pb2 as opentinkerapi_dot_data_dot_v1_dot_prompt__pb2
+from opentinkerapi.data.v1 import tokenizer_pb2 as opentinkerapi_dot_data_dot_v1_dot_tokenizer__pb2
 from opentinkerapi.inference.v1 import sampling_pb2 as opentinkerapi_dot_inference_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n2opentinkerapi/inference/v1/inference_service.proto\x12\x1aopentinkerapi.inference.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a#opentinkerapi/data/v1/content.proto\x1a\"opentinkerapi/data/v1/prompt.proto\x1a)opentinkerapi/inference/v1/sampling.proto\"\xc3\x02\n\rSampleRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x39\n\x05model\x18\x02 \x01(\x0b\x32$.opentinkerapi.inference.v1.ModelRefB\x04\xe2\x41\x01\x02\x12\x33\n\x06prompt\x18\x03 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.PromptB\x04\xe2\x41\x01\x02\x12@\n\x06params\x18\x04 \x01(\x0b\x32*.opentinkerapi.inference.v1.SamplingParamsB\x04\xe2\x41\x01\x01\x12\x14\n\x01n\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x15\n\x07\x61ttempt\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x63onversation\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x04\n\x02_n\"(\n\x0ePromptLogprobs\x12\x16\n\x08logprobs\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"!\n\tKeepAlive\x12\x14\n\x06queued\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\"\xe9\x02\n\x0eSampleResponse\x12\x44\n\x07started\x18\x01 \x01(\x0b\x32+.opentinkerapi.inference.v1.EffectiveParamsB\x04\xe2\x41\x01\x03H\x00\x12\x42\n\ncompletion\x18\x02 \x01(\x0b\x32&.opentinkerapi.inference.v1.CompletionB\x04\xe2\x41\x01\x03H\x00\x12K\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32*.opentinkerapi.inference.v1.PromptLogprobsB\x04\xe2\x41\x01\x03H\x00\x12\x41\n\nkeep_alive\x18\x04 \x01(\x0b\x32%.opentinkerapi.inference.v1.KeepAliveB\x04\xe2\x41\x01\x03H\x00\x12\x34\n\x0b\x65ngine_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x42\x07\n\x05\x65vent\"\xe7\x01\n\x12ScoreTokensRequest\x12\x39\n\x05model\x18\x01 \x01(\x0b\x32$.opentinkerapi.inference.v1.ModelRefB\x04\xe2\x41\x01\x02\x12\x36\n\tsequences\x18\x02 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.PromptB\x04\xe2\x41\x01\x02\x12\x1e\n\x0btemperature\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x15\n\x07\x61ttempt\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x0e\n\x0c_temperature\"T\n\x13ScoreTokensResponse\x12=\n\x06scores\x18\x01 \x03(\x0b\x32\'.opentinkerapi.inference.v1.TokenScoresB\x04\xe2\x41\x01\x03\"%\n\x0bTokenScores\x12\x16\n\x08logprobs\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"H\n\x13\x43\x61ncelSampleRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x16\n\x14\x43\x61ncelSampleResponse\"K\n\x15\x41\x63kCompletionsRequest\x12\x19\n\x0brequest_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x18\n\x16\x41\x63kCompletionsResponse\"\x7f\n\x18LoadPolicyVersionRequest\x12J\n\x0epolicy_version\x18\x01 \x01(\x0b\x32,.opentinkerapi.inference.v1.PolicyVersionRefB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"O\n\x19LoadPolicyVersionResponse\x12\x32\n\tload_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\x81\x01\n\x1aUnloadPolicyVersionRequest\x12J\n\x0epolicy_version\x18\x01 \x01(\x0b\x32,.opentinkerapi.inference.v1.PolicyVersionRefB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x1d\n\x1bUnloadPolicyVersionResponse\"\x13\n\x11ListModelsRequest\"h\n\x0bLoadedModel\x12\x39\n\x05model\x18\x01 \x01(\x0b\x32$.opentinkerapi.inference.v1.ModelRefB\x04\xe2\x41\x01\x03\x12\x1e\n\x10running_requests\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\"S\n\x12ListModelsResponse\x12=\n\x06models\x18\x01 \x03(\x0b\x32\'.opentinkerapi.inference.v1.LoadedModelB\x04\xe2\x41\x01\x03\",\n\x13GetTokenizerRequest\x12\x15\n\x07sha256s\x18\x01 \x03(\tB\x04\xe2\x41\x01\x01\"}\n\rTokenizerFile\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\nsize_bytes\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x12\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06offset\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\"l\n\x14GetTokenizerResponse\x12\x14\n\x06\x64igest\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12>\n\x05\x66iles\x18\x02 \x03(\x0b\x32).opentinkerapi.inference.v1.TokenizerFileB\x04\xe2\x41\x01\x03\"\xc9\x01\n\x11RenderChatRequest\x12:\n\x08messages\x18\x01 \x03(\x0b\x32\".opentinkerapi.data.v1.ChatMessageB\x04\xe2\x41\x01\x02\x12\x34\n\x05tools\x18\x02 \x03(\x0b\x32\x1f.opentinkerapi.data.v1.ToolSpecB\x04\xe2\x41\x01\x01\x12(\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"-\n\x12RenderChatResponse\x12\x17\n\ttoken_ids\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"%\n\x0fTokenizeRequest\x12\x12\n\x04text\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\"+\n\x10TokenizeResponse\x12\x17\n\ttoken_ids\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"O\n\x11\x44\x65tokenizeRequest\x12\x17\n\ttoken_ids\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12!\n\x13keep_special_tokens\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\"(\n\x12\x44\x65tokenizeResponse\x12\x12\n\x04text\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\"\x18\n\x16GetCapabilitiesRequest\"\xc3\x03\n\x17GetCapabilitiesResponse\x12\x18\n\nbase_model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0b\x62\x61se_digest\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06\x65ngine\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x43\n\x0cserving_mode\x18\x04 \x01(\x0e\x32\'.opentinkerapi.inference.v1.ServingModeB\x04\xe2\x41\x01\x03\x12#\n\x15max_resident_versions\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x63ontext_tokens\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x07 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rdeterministic\x18\x08 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x1d\n\x0fsampling_fields\x18\t \x03(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\n \x03(\tB\x04\xe2\x41\x01\x03\x12\x1e\n\x10tokenizer_digest\x18\x0b \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rend_token_ids\x18\x0c \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0craw_logprobs\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06images\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x03*^\n\x0bServingMode\x12\x1c\n\x18SERVING_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVING_MODE_ADAPTER\x10\x01\x12\x17\n\x13SERVING_MODE_MERGED\x10\x02\x32\xfc\n\n\x10InferenceService\x12\x61\n\x06Sample\x12).opentinkerapi.inference.v1.SampleRequest\x1a*.opentinkerapi.inference.v1.SampleResponse0\x01\x12n\n\x0bScoreTokens\x12..opentinkerapi.inference.v1.ScoreTokensRequest\x1a/.opentinkerapi.inference.v1.ScoreTokensResponse\x12q\n\x0c\x43\x61ncelSample\x12/.opentinkerapi.inference.v1.CancelSampleRequest\x1a\x30.opentinkerapi.inference.v1.CancelSampleResponse\x12w\n\x0e\x41\x63kCompletions\x12\x31.opentinkerapi.inference.v1.AckCompletionsRequest\x1a\x32.opentinkerapi.inference.v1.AckCompletionsResponse\x12\x80\x01\n\x11LoadPolicyVersion\x12\x34.opentinkerapi.inference.v1.LoadPolicyVersionRequest\x1a\x35.opentinkerapi.inference.v1.LoadPolicyVersionResponse\x12\x86\x01\n\x13UnloadPolicyVersion\x12\x36.opentinkerapi.inference.v1.UnloadPolicyVersionRequest\x1a\x37.opentinkerapi.inference.v1.UnloadPolicyVersionResponse\x12k\n\nListModels\x12-.opentinkerapi.inference.v1.ListModelsRequest\x1a..opentinkerapi.inference.v1.ListModelsResponse\x12s\n\x0cGetTokenizer\x12/.opentinkerapi.inference.v1.GetTokenizerRequest\x1a\x30.opentinkerapi.inference.v1.GetTokenizerResponse0\x01\x12k\n\nRenderChat\x12-.opentinkerapi.inference.v1.RenderChatRequest\x1a..opentinkerapi.inference.v1.RenderChatResponse\x12\x65\n\x08Tokenize\x12+.opentinkerapi.inference.v1.TokenizeRequest\x1a,.opentinkerapi.inference.v1.TokenizeResponse\x12k\n\nDetokenize\x12-.opentinkerapi.inference.v1.DetokenizeRequest\x1a..opentinkerapi.inference.v1.DetokenizeResponse\x12z\n\x0fGetCapabilities\x12\x32.opentinkerapi.inference.v1.GetCapabilitiesRequest\x1a\x33.opentinkerapi.inference.v1.GetCapabilitiesResponseBg\n\x1f\x64\x65v.opentinker.api.inference.v1B\x15InferenceServiceProtoP\x01Z+opentinker.dev/api/inference/v1;inferencev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n2opentinkerapi/inference/v1/inference_service.proto\x12\x1aopentinkerapi.inference.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a#opentinkerapi/data/v1/content.proto\x1a\"opentinkerapi/data/v1/prompt.proto\x1a%opentinkerapi/data/v1/tokenizer.proto\x1a)opentinkerapi/inference/v1/sampling.proto\"\xc3\x02\n\rSampleRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x39\n\x05model\x18\x02 \x01(\x0b\x32$.opentinkerapi.inference.v1.ModelRefB\x04\xe2\x41\x01\x02\x12\x33\n\x06prompt\x18\x03 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.PromptB\x04\xe2\x41\x01\x02\x12@\n\x06params\x18\x04 \x01(\x0b\x32*.opentinkerapi.inference.v1.SamplingParamsB\x04\xe2\x41\x01\x01\x12\x14\n\x01n\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x15\n\x07\x61ttempt\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x63onversation\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x04\n\x02_n\"(\n\x0ePromptLogprobs\x12\x16\n\x08logprobs\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"!\n\tKeepAlive\x12\x14\n\x06queued\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\"\xe9\x02\n\x0eSampleResponse\x12\x44\n\x07started\x18\x01 \x01(\x0b\x32+.opentinkerapi.inference.v1.EffectiveParamsB\x04\xe2\x41\x01\x03H\x00\x12\x42\n\ncompletion\x18\x02 \x01(\x0b\x32&.opentinkerapi.inference.v1.CompletionB\x04\xe2\x41\x01\x03H\x00\x12K\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32*.opentinkerapi.inference.v1.PromptLogprobsB\x04\xe2\x41\x01\x03H\x00\x12\x41\n\nkeep_alive\x18\x04 \x01(\x0b\x32%.opentinkerapi.inference.v1.KeepAliveB\x04\xe2\x41\x01\x03H\x00\x12\x34\n\x0b\x65ngine_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x42\x07\n\x05\x65vent\"\xe7\x01\n\x12ScoreTokensRequest\x12\x39\n\x05model\x18\x01 \x01(\x0b\x32$.opentinkerapi.inference.v1.ModelRefB\x04\xe2\x41\x01\x02\x12\x36\n\tsequences\x18\x02 \x03(\x0b\x32\x1d.opentinkerapi.data.v1.PromptB\x04\xe2\x41\x01\x02\x12\x1e\n\x0btemperature\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x15\n\x07\x61ttempt\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x0e\n\x0c_temperature\"T\n\x13ScoreTokensResponse\x12=\n\x06scores\x18\x01 \x03(\x0b\x32\'.opentinkerapi.inference.v1.TokenScoresB\x04\xe2\x41\x01\x03\"%\n\x0bTokenScores\x12\x16\n\x08logprobs\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"H\n\x13\x43\x61ncelSampleRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x16\n\x14\x43\x61ncelSampleResponse\"K\n\x15\x41\x63kCompletionsRequest\x12\x19\n\x0brequest_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x18\n\x16\x41\x63kCompletionsResponse\"\x7f\n\x18LoadPolicyVersionRequest\x12J\n\x0epolicy_version\x18\x01 \x01(\x0b\x32,.opentinkerapi.inference.v1.PolicyVersionRefB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"O\n\x19LoadPolicyVersionResponse\x12\x32\n\tload_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"\x81\x01\n\x1aUnloadPolicyVersionRequest\x12J\n\x0epolicy_version\x18\x01 \x01(\x0b\x32,.opentinkerapi.inference.v1.PolicyVersionRefB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x1d\n\x1bUnloadPolicyVersionResponse\"\x13\n\x11ListModelsRequest\"h\n\x0bLoadedModel\x12\x39\n\x05model\x18\x01 \x01(\x0b\x32$.opentinkerapi.inference.v1.ModelRefB\x04\xe2\x41\x01\x03\x12\x1e\n\x10running_requests\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\"S\n\x12ListModelsResponse\x12=\n\x06models\x18\x01 \x03(\x0b\x32\'.opentinkerapi.inference.v1.LoadedModelB\x04\xe2\x41\x01\x03\",\n\x13GetTokenizerRequest\x12\x15\n\x07sha256s\x18\x01 \x03(\tB\x04\xe2\x41\x01\x01\"g\n\x14GetTokenizerResponse\x12\x14\n\x06\x64igest\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x39\n\x05\x66iles\x18\x02 \x03(\x0b\x32$.opentinkerapi.data.v1.TokenizerFileB\x04\xe2\x41\x01\x03\"\xc9\x01\n\x11RenderChatRequest\x12:\n\x08messages\x18\x01 \x03(\x0b\x32\".opentinkerapi.data.v1.ChatMessageB\x04\xe2\x41\x01\x02\x12\x34\n\x05tools\x18\x02 \x03(\x0b\x32\x1f.opentinkerapi.data.v1.ToolSpecB\x04\xe2\x41\x01\x01\x12(\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"-\n\x12RenderChatResponse\x12\x17\n\ttoken_ids\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"%\n\x0fTokenizeRequest\x12\x12\n\x04text\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\"+\n\x10TokenizeResponse\x12\x17\n\ttoken_ids\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x03\"O\n\x11\x44\x65tokenizeRequest\x12\x17\n\ttoken_ids\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12!\n\x13keep_special_tokens\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\"(\n\x12\x44\x65tokenizeResponse\x12\x12\n\x04text\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\"\x18\n\x16GetCapabilitiesRequest\"\xc3\x03\n\x17GetCapabilitiesResponse\x12\x18\n\nbase_model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0b\x62\x61se_digest\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06\x65ngine\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x43\n\x0cserving_mode\x18\x04 \x01(\x0e\x32\'.opentinkerapi.inference.v1.ServingModeB\x04\xe2\x41\x01\x03\x12#\n\x15max_resident_versions\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x63ontext_tokens\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x07 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rdeterministic\x18\x08 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x1d\n\x0fsampling_fields\x18\t \x03(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\n \x03(\tB\x04\xe2\x41\x01\x03\x12\x1e\n\x10tokenizer_digest\x18\x0b \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rend_token_ids\x18\x0c \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0craw_logprobs\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06images\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x03*^\n\x0bServingMode\x12\x1c\n\x18SERVING_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVING_MODE_ADAPTER\x10\x01\x12\x17\n\x13SERVING_MODE_MERGED\x10\x02\x32\xfc\n\n\x10InferenceService\x12\x61\n\x06Sample\x12).opentinkerapi.inference.v1.SampleRequest\x1a*.opentinkerapi.inference.v1.SampleResponse0\x01\x12n\n\x0bScoreTokens\x12..opentinkerapi.inference.v1.ScoreTokensRequest\x1a/.opentinkerapi.inference.v1.ScoreTokensResponse\x12q\n\x0c\x43\x61ncelSample\x12/.opentinkerapi.inference.v1.CancelSampleRequest\x1a\x30.opentinkerapi.inference.v1.CancelSampleResponse\x12w\n\x0e\x41\x63kCompletions\x12\x31.opentinkerapi.inference.v1.AckCompletionsRequest\x1a\x32.opentinkerapi.inference.v1.AckCompletionsResponse\x12\x80\x01\n\x11LoadPolicyVersion\x12\x34.opentinkerapi.inference.v1.LoadPolicyVersionRequest\x1a\x35.opentinkerapi.inference.v1.LoadPolicyVersionResponse\x12\x86\x01\n\x13UnloadPolicyVersion\x12\x36.opentinkerapi.inference.v1.UnloadPolicyVersionRequest\x1a\x37.opentinkerapi.inference.v1.UnloadPolicyVersionResponse\x12k\n\nListModels\x12-.opentinkerapi.inference.v1.ListModelsRequest\x1a..opentinkerapi.inference.v1.ListModelsResponse\x12s\n\x0cGetTokenizer\x12/.opentinkerapi.inference.v1.GetTokenizerRequest\x1a\x30.opentinkerapi.inference.v1.GetTokenizerResponse0\x01\x12k\n\nRenderChat\x12-.opentinkerapi.inference.v1.RenderChatRequest\x1a..opentinkerapi.inference.v1.RenderChatResponse\x12\x65\n\x08Tokenize\x12+.opentinkerapi.inference.v1.TokenizeRequest\x1a,.opentinkerapi.inference.v1.TokenizeResponse\x12k\n\nDetokenize\x12-.opentinkerapi.inference.v1.DetokenizeRequest\x1a..opentinkerapi.inference.v1.DetokenizeResponse\x12z\n\x0fGetCapabilities\x12\x32.opentinkerapi.inference.v1.GetCapabilitiesRequest\x1a\x33.opentinkerapi.inference.v1.GetCapabilitiesResponseBg\n\x1f\x64\x65v.opentinker.api.inference.v1B\x15InferenceServiceProtoP\x01Z+opentinker.dev/api/inference/v1;inferencev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -107,16 +108,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE'].fields_by_name['models']._serialized_options = b'\342A\001\003'
   _globals['_GETTOKENIZERREQUEST'].fields_by_name['sha256s']._loaded_options = None
   _globals['_GETTOKENIZERREQUEST'].fields_by_name['sha256s']._serialized_options = b'\342A\001\001'
-  _globals['_TOKENIZERFILE'].fields_by_name['name']._loaded_options = None
-  _globals['_TOKENIZERFILE'].fields_by_name['name']._serialized_options = b'\342A\001\003'
-  _globals['_TOKENIZERFILE'].fields_by_name['sha256']._loaded_options = None
-  _globals['_TOKENIZERFILE'].fields_by_name['sha256']._serialized_options = b'\342A\001\003'
-  _globals['_TOKENIZERFILE'].fields_by_name['size_bytes']._loaded_options = None
-  _globals['_TOKENIZERFILE'].fields_by_name['size_bytes']._serialized_options = b'\342A\001\003'
-  _globals['_TOKENIZERFILE'].fields_by_name['data']._loaded_options = None
-  _globals['_TOKENIZERFILE'].fields_by_name['data']._serialized_options = b'\342A\001\003'
-  _globals['_TOKENIZERFILE'].fields_by_name['offset']._loaded_options = None
-  _globals['_TOKENIZERFILE'].fields_by_name['offset']._serialized_options = b'\342A\001\003'
   _globals['_GETTOKENIZERRESPONSE'].fields_by_name['digest']._loaded_options = None
   _globals['_GETTOKENIZERRESPONSE'].fields_by_name['digest']._serialized_options = b'\342A\001\003'
   _globals['_GETTOKENIZERRESPONSE'].fields_by_name['files']._loaded_options = None
@@ -167,66 +158,64 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['raw_logprobs']._serialized_options = b'\342A\001\003'
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['images']._loaded_options = None
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['images']._serialized_options = b'\342A\001\003'
-  _globals['_SERVINGMODE']._serialized_start=3396
-  _globals['_SERVINGMODE']._serialized_end=3490
-  _globals['_SAMPLEREQUEST']._serialized_start=264
-  _globals['_SAMPLEREQUEST']._serialized_end=587
-  _globals['_PROMPTLOGPROBS']._serialized_start=589
-  _globals['_PROMPTLOGPROBS']._serialized_end=629
-  _globals['_KEEPALIVE']._serialized_start=631
-  _globals['_KEEPALIVE']._serialized_end=664
-  _globals['_SAMPLERESPONSE']._serialized_start=667
-  _globals['_SAMPLERESPONSE']._serialized_end=1028
-  _globals['_SCORETOKENSREQUEST']._serialized_start=1031
-  _globals['_SCORETOKENSREQUEST']._serialized_end=1262
-  _globals['_SCORETOKENSRESPONSE']._serialized_start=1264
-  _globals['_SCORETOKENSRESPONSE']._serialized_end=1348
-  _globals['_TOKENSCORES']._serialized_start=1350
-  _globals['_TOKENSCORES']._serialized_end=1387
-  _globals['_CANCELSAMPLEREQUEST']._serialized_start=1389
-  _globals['_CANCELSAMPLEREQUEST']._serialized_end=1461
-  _globals['_CANCELSAMPLERESPONSE']._serialized_start=1463
-  _globals['_CANCELSAMPLERESPONSE']._serialized_end=1485
-  _globals['_ACKCOMPLETIONSREQUEST']._serialized_start=1487
-  _globals['_ACKCOMPLETIONSREQUEST']._serialized_end=1562
-  _globals['_ACKCOMPLETIONSRESPONSE']._serialized_start=1564
-  _globals['_ACKCOMPLETIONSRESPONSE']._serialized_end=1588
-  _globals['_LOADPOLICYVERSIONREQUEST']._serialized_start=1590
-  _globals['_LOADPOLICYVERSIONREQUEST']._serialized_end=1717
-  _globals['_LOADPOLICYVERSIONRESPONSE']._serialized_start=1719
-  _globals['_LOADPOLICYVERSIONRESPONSE']._serialized_end=1798
-  _globals['_UNLOADPOLICYVERSIONREQUEST']._serialized_start=1801
-  _globals['_UNLOADPOLICYVERSIONREQUEST']._serialized_end=1930
-  _globals['_UNLOADPOLICYVERSIONRESPONSE']._serialized_start=1932
-  _globals['_UNLOADPOLICYVERSIONRESPONSE']._serialized_end=1961
-  _globals['_LISTMODELSREQUEST']._serialized_start=1963
-  _globals['_LISTMODELSREQUEST']._serialized_end=1982
-  _globals['_LOADEDMODEL']._serialized_start=1984
-  _globals['_LOADEDMODEL']._serialized_end=2088
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2090
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2173
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=2175
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=2219
-  _globals['_TOKENIZERFILE']._serialized_start=2221
-  _globals['_TOKENIZERFILE']._serialized_end=2346
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2348
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2456
-  _globals['_RENDERCHATREQUEST']._serialized_start=2459
-  _globals['_RENDERCHATREQUEST']._serialized_end=2660
-  _globals['_RENDERCHATRESPONSE']._serialized_start=2662
-  _globals['_RENDERCHATRESPONSE']._serialized_end=2707
-  _globals['_TOKENIZEREQUEST']._serialized_start=2709
-  _globals['_TOKENIZEREQUEST']._serialized_end=2746
-  _globals['_TOKENIZERESPONSE']._serialized_start=2748
-  _globals['_TOKENIZERESPONSE']._serialized_end=2791
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2793
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2872
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2874
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2914
-  _globals['_GETCAPABILITIESREQUEST']._serialized_start=2916
-  _globals['_GETCAPABILITIESREQUEST']._serialized_end=2940
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=2943
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=3394
-  _globals['_INFERENCESERVICE']._serialized_start=3493
-  _globals['_INFERENCESERVICE']._serialized_end=4897
+  _globals['_SERVINGMODE']._serialized_start=3303
+  _globals['_SERVINGMODE']._serialized_end=3397
+  _globals['_SAMPLEREQUEST']._serialized_start=303
+  _globals['_SAMPLEREQUEST']._serialized_end=626
+  _globals['_PROMPTLOGPROBS']._serialized_start=628
+  _globals['_PROMPTLOGPROBS']._serialized_end=668
+  _globals['_KEEPALIVE']._serialized_start=670
+  _globals['_KEEPALIVE']._serialized_end=703
+  _globals['_SAMPLERESPONSE']._serialized_start=706
+  _globals['_SAMPLERESPONSE']._serialized_end=1067
+  _globals['_SCORETOKENSREQUEST']._serialized_start=1070
+  _globals['_SCORETOKENSREQUEST']._serialized_end=1301
+  _globals['_SCORETOKENSRESPONSE']._serialized_start=1303
+  _globals['_SCORETOKENSRESPONSE']._serialized_end=1387
+  _globals['_TOKENSCORES']._serialized_start=1389
+  _globals['_TOKENSCORES']._serialized_end=1426
+  _globals['_CANCELSAMPLEREQUEST']._serialized_start=1428
+  _globals['_CANCELSAMPLEREQUEST']._serialized_end=1500
+  _globals['_CANCELSAMPLERESPONSE']._serialized_start=1502
+  _globals['_CANCELSAMPLERESPONSE']._serialized_end=1524
+  _globals['_ACKCOMPLETIONSREQUEST']._serialized_start=1526
+  _globals['_ACKCOMPLETIONSREQUEST']._serialized_end=1601
+  _globals['_ACKCOMPLETIONSRESPONSE']._serialized_start=1603
+  _globals['_ACKCOMPLETIONSRESPONSE']._serialized_end=1627
+  _globals['_LOADPOLICYVERSIONREQUEST']._serialized_start=1629
+  _globals['_LOADPOLICYVERSIONREQUEST']._serialized_end=1756
+  _globals['_LOADPOLICYVERSIONRESPONSE']._serialized_start=1758
+  _globals['_LOADPOLICYVERSIONRESPONSE']._serialized_end=1837
+  _globals['_UNLOADPOLICYVERSIONREQUEST']._serialized_start=1840
+  _globals['_UNLOADPOLICYVERSIONREQUEST']._serialized_end=1969
+  _globals['_UNLOADPOLICYVERSIONRESPONSE']._serialized_start=1971
+  _globals['_UNLOADPOLICYVERSIONRESPONSE']._serialized_end=2000
+  _globals['_LISTMODELSREQUEST']._serialized_start=2002
+  _globals['_LISTMODELSREQUEST']._serialized_end=2021
+  _globals['_LOADEDMODEL']._serialized_start=2023
+  _globals['_LOADEDMODEL']._serialized_end=2127
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2129
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2212
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2214
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2258
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2260
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2363
+  _globals['_RENDERCHATREQUEST']._serialized_start=2366
+  _globals['_RENDERCHATREQUEST']._serialized_end=2567
+  _globals['_RENDERCHATRESPONSE']._serialized_start=2569
+  _globals['_RENDERCHATRESPONSE']._serialized_end=2614
+  _globals['_TOKENIZEREQUEST']._serialized_start=2616
+  _globals['_TOKENIZEREQUEST']._serialized_end=2653
+  _globals['_TOKENIZERESPONSE']._serialized_start=2655
+  _globals['_TOKENIZERESPONSE']._serialized_end=2698
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2700
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2779
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2781
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2821
+  _globals['_GETCAPABILITIESREQUEST']._serialized_start=2823
+  _globals['_GETCAPABILITIESREQUEST']._serialized_end=2847
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=2850
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=3301
+  _globals['_INFERENCESERVICE']._serialized_start=3400
+  _globals['_INFERENCESERVICE']._serialized_end=4804
 # @@protoc_insertion_point(module_scope)

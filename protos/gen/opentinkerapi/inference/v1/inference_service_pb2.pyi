@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from opentinkerapi.data.v1 import content_pb2 as _content_pb2
 from opentinkerapi.data.v1 import prompt_pb2 as _prompt_pb2
+from opentinkerapi.data.v1 import tokenizer_pb2 as _tokenizer_pb2
 from opentinkerapi.inference.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -568,44 +569,6 @@ class GetTokenizerRequest(_message.Message):
 Global___GetTokenizerRequest: _TypeAlias = GetTokenizerRequest  # noqa: Y015
 
 @_typing.final
-class TokenizerFile(_message.Message):
-    """TokenizerFile is one file of the tokenizer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    SHA256_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json" ..."""
-    sha256: _builtins.str
-    """Digest of the whole file."""
-    size_bytes: _builtins.int
-    """Length of the whole file."""
-    data: _builtins.bytes
-    """A run of its bytes."""
-    offset: _builtins.int
-    """Where the run begins."""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        sha256: _builtins.str = ...,
-        size_bytes: _builtins.int = ...,
-        data: _builtins.bytes = ...,
-        offset: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "name", b"name", "offset", b"offset", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenizerFile: _TypeAlias = TokenizerFile  # noqa: Y015
-
-@_typing.final
 class GetTokenizerResponse(_message.Message):
     """GetTokenizerResponse is the list, or a run of bytes."""
 
@@ -616,14 +579,14 @@ class GetTokenizerResponse(_message.Message):
     digest: _builtins.str
     """Digest over all files."""
     @_builtins.property
-    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenizerFile]:
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_tokenizer_pb2.TokenizerFile]:
         """Without data in the list."""
 
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
-        files: _abc.Iterable[Global___TokenizerFile] | None = ...,
+        files: _abc.Iterable[_tokenizer_pb2.TokenizerFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

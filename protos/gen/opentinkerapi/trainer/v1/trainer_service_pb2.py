@@ -27,11 +27,12 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from opentinkerapi.catalog.v1 import policy_pb2 as opentinkerapi_dot_catalog_dot_v1_dot_policy__pb2
 from opentinkerapi.data.v1 import blob_pb2 as opentinkerapi_dot_data_dot_v1_dot_blob__pb2
 from opentinkerapi.data.v1 import loss_pb2 as opentinkerapi_dot_data_dot_v1_dot_loss__pb2
+from opentinkerapi.data.v1 import tokenizer_pb2 as opentinkerapi_dot_data_dot_v1_dot_tokenizer__pb2
 from opentinkerapi.data.v1 import train_sample_pb2 as opentinkerapi_dot_data_dot_v1_dot_train__sample__pb2
 from opentinkerapi.trainer.v1 import operation_pb2 as opentinkerapi_dot_trainer_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.opentinkerapi/trainer/v1/trainer_service.proto\x12\x18opentinkerapi.trainer.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a%opentinkerapi/catalog/v1/policy.proto\x1a opentinkerapi/data/v1/blob.proto\x1a opentinkerapi/data/v1/loss.proto\x1a(opentinkerapi/data/v1/train_sample.proto\x1a(opentinkerapi/trainer/v1/operation.proto\"\xbc\x02\n\x13\x43reatePolicyRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x18\n\nbase_model\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x36\n\x06tuning\x18\x05 \x01(\x0b\x32 .opentinkerapi.catalog.v1.TuningB\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x06 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x64isplay_name\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1d\n\x0f\x66rom_checkpoint\x18\x08 \x01(\tB\x04\xe2\x41\x01\x01\x12@\n\x0cimport_files\x18\t \x03(\x0b\x32$.opentinkerapi.trainer.v1.WeightFileB\x04\xe2\x41\x01\x01\"T\n\nWeightFile\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x32\n\x04\x62lob\x18\x02 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x02\"\x8e\x01\n\x14\x43reatePolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\x12>\n\x07version\x18\x02 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\"\\\n\x13UnloadPolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\"\x16\n\x14UnloadPolicyResponse\"(\n\x10GetPolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"\xe8\x01\n\x11GetPolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\x12\x16\n\x08next_seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x17\n\tended_seq\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x12\n\x04step\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07version\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07\x61ttempt\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12(\n\x1aopen_forward_backward_seqs\x18\x07 \x03(\x03\x42\x04\xe2\x41\x01\x03\"\x91\x01\n\x0bSampleChunk\x12\x13\n\x05index\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32\".opentinkerapi.data.v1.TrainSampleB\x04\xe2\x41\x01\x01\x12\x32\n\x04\x62lob\x18\x03 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x01\"\xc3\x01\n\x0c\x46orwardStart\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x1c\n\x0ereturn_entropy\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0euse_base_model\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rreturn_values\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\xae\x01\n\x0e\x46orwardRequest\x12=\n\x05start\x18\x01 \x01(\x0b\x32&.opentinkerapi.trainer.v1.ForwardStartB\x04\xe2\x41\x01\x01H\x00\x12<\n\x05\x63hunk\x18\x02 \x01(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01H\x00\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x06\n\x04part\"O\n\x0f\x46orwardResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xec\x01\n\x14\x46orwardBackwardStart\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12:\n\x06losses\x18\x03 \x03(\x0b\x32$.opentinkerapi.data.v1.LossComponentB\x04\xe2\x41\x01\x02\x12\x1d\n\x0freturn_logprobs\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1d\n\x0fskip_inert_rows\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\xbe\x01\n\x16\x46orwardBackwardRequest\x12\x45\n\x05start\x18\x01 \x01(\x0b\x32..opentinkerapi.trainer.v1.ForwardBackwardStartB\x04\xe2\x41\x01\x01H\x00\x12<\n\x05\x63hunk\x18\x02 \x01(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01H\x00\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x06\n\x04part\"W\n\x17\x46orwardBackwardResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xbe\x01\n\x05\x41\x64\x61mW\x12\x1b\n\rlearning_rate\x18\x01 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12\x18\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x18\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x01\x88\x01\x01\x12\x16\n\x03\x65ps\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x02\x88\x01\x01\x12\x1f\n\x0cweight_decay\x18\x05 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x03\x88\x01\x01\x42\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decay\"\xbc\x02\n\x10OptimStepRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12#\n\x15\x66orward_backward_seqs\x18\x02 \x03(\x03\x42\x04\xe2\x41\x01\x02\x12\x34\n\x05\x61\x64\x61mw\x18\x03 \x01(\x0b\x32\x1f.opentinkerapi.trainer.v1.AdamWB\x04\xe2\x41\x01\x02\x12\x1c\n\tclip_norm\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12G\n\x0c\x64\x65nominators\x18\x05 \x03(\x0b\x32+.opentinkerapi.data.v1.ComponentDenominatorB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x0c\n\n_clip_norm\"Q\n\x11OptimStepResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xdb\x01\n\x15SaveCheckpointRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x1a\n\x0c\x64isplay_name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x10keep_checkpoints\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12,\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x16SaveCheckpointResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xaa\x01\n\x18RestoreCheckpointRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x18\n\ncheckpoint\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cweights_only\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"Y\n\x19RestoreCheckpointResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"q\n\x15PublishWeightsRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x16PublishWeightsResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"`\n\x16WatchOperationsRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tafter_seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"W\n\x17WatchOperationsResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\x86\x01\n\x13GetOperationRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12-\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"T\n\x14GetOperationResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\x18\n\x16GetCapabilitiesRequest\"\xb0\x02\n\x17GetCapabilitiesResponse\x12\x18\n\nbase_model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0b\x62\x61se_digest\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06\x65ngine\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06losses\x18\x04 \x03(\tB\x04\xe2\x41\x01\x03\x12!\n\x13max_sequence_tokens\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rmax_lora_rank\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rforward_dtype\x18\x07 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\x08 \x03(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07tunings\x18\t \x03(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05ranks\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06images\x18\x0b \x01(\x08\x42\x04\xe2\x41\x01\x03\x32\xdf\n\n\x0eTrainerService\x12m\n\x0c\x43reatePolicy\x12-.opentinkerapi.trainer.v1.CreatePolicyRequest\x1a..opentinkerapi.trainer.v1.CreatePolicyResponse\x12m\n\x0cUnloadPolicy\x12-.opentinkerapi.trainer.v1.UnloadPolicyRequest\x1a..opentinkerapi.trainer.v1.UnloadPolicyResponse\x12\x64\n\tGetPolicy\x12*.opentinkerapi.trainer.v1.GetPolicyRequest\x1a+.opentinkerapi.trainer.v1.GetPolicyResponse\x12`\n\x07\x46orward\x12(.opentinkerapi.trainer.v1.ForwardRequest\x1a).opentinkerapi.trainer.v1.ForwardResponse(\x01\x12x\n\x0f\x46orwardBackward\x12\x30.opentinkerapi.trainer.v1.ForwardBackwardRequest\x1a\x31.opentinkerapi.trainer.v1.ForwardBackwardResponse(\x01\x12\x64\n\tOptimStep\x12*.opentinkerapi.trainer.v1.OptimStepRequest\x1a+.opentinkerapi.trainer.v1.OptimStepResponse\x12s\n\x0eSaveCheckpoint\x12/.opentinkerapi.trainer.v1.SaveCheckpointRequest\x1a\x30.opentinkerapi.trainer.v1.SaveCheckpointResponse\x12|\n\x11RestoreCheckpoint\x12\x32.opentinkerapi.trainer.v1.RestoreCheckpointRequest\x1a\x33.opentinkerapi.trainer.v1.RestoreCheckpointResponse\x12s\n\x0ePublishWeights\x12/.opentinkerapi.trainer.v1.PublishWeightsRequest\x1a\x30.opentinkerapi.trainer.v1.PublishWeightsResponse\x12x\n\x0fWatchOperations\x12\x30.opentinkerapi.trainer.v1.WatchOperationsRequest\x1a\x31.opentinkerapi.trainer.v1.WatchOperationsResponse0\x01\x12m\n\x0cGetOperation\x12-.opentinkerapi.trainer.v1.GetOperationRequest\x1a..opentinkerapi.trainer.v1.GetOperationResponse\x12v\n\x0fGetCapabilities\x12\x30.opentinkerapi.trainer.v1.GetCapabilitiesRequest\x1a\x31.opentinkerapi.trainer.v1.GetCapabilitiesResponseB_\n\x1d\x64\x65v.opentinker.api.trainer.v1B\x13TrainerServiceProtoP\x01Z\'opentinker.dev/api/trainer/v1;trainerv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.opentinkerapi/trainer/v1/trainer_service.proto\x12\x18opentinkerapi.trainer.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a%opentinkerapi/catalog/v1/policy.proto\x1a opentinkerapi/data/v1/blob.proto\x1a opentinkerapi/data/v1/loss.proto\x1a%opentinkerapi/data/v1/tokenizer.proto\x1a(opentinkerapi/data/v1/train_sample.proto\x1a(opentinkerapi/trainer/v1/operation.proto\"\xbc\x02\n\x13\x43reatePolicyRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x18\n\nbase_model\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x36\n\x06tuning\x18\x05 \x01(\x0b\x32 .opentinkerapi.catalog.v1.TuningB\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x06 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x64isplay_name\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1d\n\x0f\x66rom_checkpoint\x18\x08 \x01(\tB\x04\xe2\x41\x01\x01\x12@\n\x0cimport_files\x18\t \x03(\x0b\x32$.opentinkerapi.trainer.v1.WeightFileB\x04\xe2\x41\x01\x01\"T\n\nWeightFile\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x32\n\x04\x62lob\x18\x02 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x02\"\x8e\x01\n\x14\x43reatePolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\x12>\n\x07version\x18\x02 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\"\\\n\x13UnloadPolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\"\x16\n\x14UnloadPolicyResponse\"(\n\x10GetPolicyRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"\xe8\x01\n\x11GetPolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\x12\x16\n\x08next_seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x17\n\tended_seq\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x12\n\x04step\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07version\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07\x61ttempt\x18\x06 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12(\n\x1aopen_forward_backward_seqs\x18\x07 \x03(\x03\x42\x04\xe2\x41\x01\x03\"\x91\x01\n\x0bSampleChunk\x12\x13\n\x05index\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32\".opentinkerapi.data.v1.TrainSampleB\x04\xe2\x41\x01\x01\x12\x32\n\x04\x62lob\x18\x03 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.BlobRefB\x04\xe2\x41\x01\x01\"\xc3\x01\n\x0c\x46orwardStart\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x1c\n\x0ereturn_entropy\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0euse_base_model\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rreturn_values\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\xae\x01\n\x0e\x46orwardRequest\x12=\n\x05start\x18\x01 \x01(\x0b\x32&.opentinkerapi.trainer.v1.ForwardStartB\x04\xe2\x41\x01\x01H\x00\x12<\n\x05\x63hunk\x18\x02 \x01(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01H\x00\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x06\n\x04part\"O\n\x0f\x46orwardResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xec\x01\n\x14\x46orwardBackwardStart\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12:\n\x06losses\x18\x03 \x03(\x0b\x32$.opentinkerapi.data.v1.LossComponentB\x04\xe2\x41\x01\x02\x12\x1d\n\x0freturn_logprobs\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1d\n\x0fskip_inert_rows\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\xbe\x01\n\x16\x46orwardBackwardRequest\x12\x45\n\x05start\x18\x01 \x01(\x0b\x32..opentinkerapi.trainer.v1.ForwardBackwardStartB\x04\xe2\x41\x01\x01H\x00\x12<\n\x05\x63hunk\x18\x02 \x01(\x0b\x32%.opentinkerapi.trainer.v1.SampleChunkB\x04\xe2\x41\x01\x01H\x00\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x06\n\x04part\"W\n\x17\x46orwardBackwardResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xbe\x01\n\x05\x41\x64\x61mW\x12\x1b\n\rlearning_rate\x18\x01 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12\x18\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x18\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x01\x88\x01\x01\x12\x16\n\x03\x65ps\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x02\x88\x01\x01\x12\x1f\n\x0cweight_decay\x18\x05 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x03\x88\x01\x01\x42\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decay\"\xbc\x02\n\x10OptimStepRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12#\n\x15\x66orward_backward_seqs\x18\x02 \x03(\x03\x42\x04\xe2\x41\x01\x02\x12\x34\n\x05\x61\x64\x61mw\x18\x03 \x01(\x0b\x32\x1f.opentinkerapi.trainer.v1.AdamWB\x04\xe2\x41\x01\x02\x12\x1c\n\tclip_norm\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12G\n\x0c\x64\x65nominators\x18\x05 \x03(\x0b\x32+.opentinkerapi.data.v1.ComponentDenominatorB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\x42\x0c\n\n_clip_norm\"Q\n\x11OptimStepResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xdb\x01\n\x15SaveCheckpointRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x1a\n\x0c\x64isplay_name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x10keep_checkpoints\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12,\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x16SaveCheckpointResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\xaa\x01\n\x18RestoreCheckpointRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x18\n\ncheckpoint\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cweights_only\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"Y\n\x19RestoreCheckpointResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"q\n\x15PublishWeightsRequest\x12?\n\x06header\x18\x01 \x01(\x0b\x32).opentinkerapi.trainer.v1.OperationHeaderB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x16PublishWeightsResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"`\n\x16WatchOperationsRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tafter_seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"W\n\x17WatchOperationsResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\"\x86\x01\n\x13GetOperationRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12-\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"T\n\x14GetOperationResponse\x12<\n\toperation\x18\x01 \x01(\x0b\x32#.opentinkerapi.trainer.v1.OperationB\x04\xe2\x41\x01\x03\",\n\x13GetTokenizerRequest\x12\x15\n\x07sha256s\x18\x01 \x03(\tB\x04\xe2\x41\x01\x01\"g\n\x14GetTokenizerResponse\x12\x14\n\x06\x64igest\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x39\n\x05\x66iles\x18\x02 \x03(\x0b\x32$.opentinkerapi.data.v1.TokenizerFileB\x04\xe2\x41\x01\x03\"\x18\n\x16GetCapabilitiesRequest\"\xb0\x02\n\x17GetCapabilitiesResponse\x12\x18\n\nbase_model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0b\x62\x61se_digest\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06\x65ngine\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06losses\x18\x04 \x03(\tB\x04\xe2\x41\x01\x03\x12!\n\x13max_sequence_tokens\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rmax_lora_rank\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rforward_dtype\x18\x07 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\x08 \x03(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07tunings\x18\t \x03(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05ranks\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06images\x18\x0b \x01(\x08\x42\x04\xe2\x41\x01\x03\x32\xd0\x0b\n\x0eTrainerService\x12m\n\x0c\x43reatePolicy\x12-.opentinkerapi.trainer.v1.CreatePolicyRequest\x1a..opentinkerapi.trainer.v1.CreatePolicyResponse\x12m\n\x0cUnloadPolicy\x12-.opentinkerapi.trainer.v1.UnloadPolicyRequest\x1a..opentinkerapi.trainer.v1.UnloadPolicyResponse\x12\x64\n\tGetPolicy\x12*.opentinkerapi.trainer.v1.GetPolicyRequest\x1a+.opentinkerapi.trainer.v1.GetPolicyResponse\x12`\n\x07\x46orward\x12(.opentinkerapi.trainer.v1.ForwardRequest\x1a).opentinkerapi.trainer.v1.ForwardResponse(\x01\x12x\n\x0f\x46orwardBackward\x12\x30.opentinkerapi.trainer.v1.ForwardBackwardRequest\x1a\x31.opentinkerapi.trainer.v1.ForwardBackwardResponse(\x01\x12\x64\n\tOptimStep\x12*.opentinkerapi.trainer.v1.OptimStepRequest\x1a+.opentinkerapi.trainer.v1.OptimStepResponse\x12s\n\x0eSaveCheckpoint\x12/.opentinkerapi.trainer.v1.SaveCheckpointRequest\x1a\x30.opentinkerapi.trainer.v1.SaveCheckpointResponse\x12|\n\x11RestoreCheckpoint\x12\x32.opentinkerapi.trainer.v1.RestoreCheckpointRequest\x1a\x33.opentinkerapi.trainer.v1.RestoreCheckpointResponse\x12s\n\x0ePublishWeights\x12/.opentinkerapi.trainer.v1.PublishWeightsRequest\x1a\x30.opentinkerapi.trainer.v1.PublishWeightsResponse\x12x\n\x0fWatchOperations\x12\x30.opentinkerapi.trainer.v1.WatchOperationsRequest\x1a\x31.opentinkerapi.trainer.v1.WatchOperationsResponse0\x01\x12m\n\x0cGetOperation\x12-.opentinkerapi.trainer.v1.GetOperationRequest\x1a..opentinkerapi.trainer.v1.GetOperationResponse\x12o\n\x0cGetTokenizer\x12-.opentinkerapi.trainer.v1.GetTokenizerRequest\x1a..opentinkerapi.trainer.v1.GetTokenizerResponse0\x01\x12v\n\x0fGetCapabilities\x12\x30.opentinkerapi.trainer.v1.GetCapabilitiesRequest\x1a\x31.opentinkerapi.trainer.v1.GetCapabilitiesResponseB_\n\x1d\x64\x65v.opentinker.api.trainer.v1B\x13TrainerServiceProtoP\x01Z\'opentinker.dev/api/trainer/v1;trainerv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -199,6 +200,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETOPERATIONREQUEST'].fields_by_name['job_token']._serialized_options = b'\342A\001\001'
   _globals['_GETOPERATIONRESPONSE'].fields_by_name['operation']._loaded_options = None
   _globals['_GETOPERATIONRESPONSE'].fields_by_name['operation']._serialized_options = b'\342A\001\003'
+  _globals['_GETTOKENIZERREQUEST'].fields_by_name['sha256s']._loaded_options = None
+  _globals['_GETTOKENIZERREQUEST'].fields_by_name['sha256s']._serialized_options = b'\342A\001\001'
+  _globals['_GETTOKENIZERRESPONSE'].fields_by_name['digest']._loaded_options = None
+  _globals['_GETTOKENIZERRESPONSE'].fields_by_name['digest']._serialized_options = b'\342A\001\003'
+  _globals['_GETTOKENIZERRESPONSE'].fields_by_name['files']._loaded_options = None
+  _globals['_GETTOKENIZERRESPONSE'].fields_by_name['files']._serialized_options = b'\342A\001\003'
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['base_model']._loaded_options = None
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['base_model']._serialized_options = b'\342A\001\003'
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['base_digest']._loaded_options = None
@@ -221,64 +228,68 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['ranks']._serialized_options = b'\342A\001\003'
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['images']._loaded_options = None
   _globals['_GETCAPABILITIESRESPONSE'].fields_by_name['images']._serialized_options = b'\342A\001\003'
-  _globals['_CREATEPOLICYREQUEST']._serialized_start=333
-  _globals['_CREATEPOLICYREQUEST']._serialized_end=649
-  _globals['_WEIGHTFILE']._serialized_start=651
-  _globals['_WEIGHTFILE']._serialized_end=735
-  _globals['_CREATEPOLICYRESPONSE']._serialized_start=738
-  _globals['_CREATEPOLICYRESPONSE']._serialized_end=880
-  _globals['_UNLOADPOLICYREQUEST']._serialized_start=882
-  _globals['_UNLOADPOLICYREQUEST']._serialized_end=974
-  _globals['_UNLOADPOLICYRESPONSE']._serialized_start=976
-  _globals['_UNLOADPOLICYRESPONSE']._serialized_end=998
-  _globals['_GETPOLICYREQUEST']._serialized_start=1000
-  _globals['_GETPOLICYREQUEST']._serialized_end=1040
-  _globals['_GETPOLICYRESPONSE']._serialized_start=1043
-  _globals['_GETPOLICYRESPONSE']._serialized_end=1275
-  _globals['_SAMPLECHUNK']._serialized_start=1278
-  _globals['_SAMPLECHUNK']._serialized_end=1423
-  _globals['_FORWARDSTART']._serialized_start=1426
-  _globals['_FORWARDSTART']._serialized_end=1621
-  _globals['_FORWARDREQUEST']._serialized_start=1624
-  _globals['_FORWARDREQUEST']._serialized_end=1798
-  _globals['_FORWARDRESPONSE']._serialized_start=1800
-  _globals['_FORWARDRESPONSE']._serialized_end=1879
-  _globals['_FORWARDBACKWARDSTART']._serialized_start=1882
-  _globals['_FORWARDBACKWARDSTART']._serialized_end=2118
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=2121
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=2311
-  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=2313
-  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=2400
-  _globals['_ADAMW']._serialized_start=2403
-  _globals['_ADAMW']._serialized_end=2593
-  _globals['_OPTIMSTEPREQUEST']._serialized_start=2596
-  _globals['_OPTIMSTEPREQUEST']._serialized_end=2912
-  _globals['_OPTIMSTEPRESPONSE']._serialized_start=2914
-  _globals['_OPTIMSTEPRESPONSE']._serialized_end=2995
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2998
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=3217
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=3219
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=3305
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=3308
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=3478
-  _globals['_RESTORECHECKPOINTRESPONSE']._serialized_start=3480
-  _globals['_RESTORECHECKPOINTRESPONSE']._serialized_end=3569
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=3571
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=3684
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=3686
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=3772
-  _globals['_WATCHOPERATIONSREQUEST']._serialized_start=3774
-  _globals['_WATCHOPERATIONSREQUEST']._serialized_end=3870
-  _globals['_WATCHOPERATIONSRESPONSE']._serialized_start=3872
-  _globals['_WATCHOPERATIONSRESPONSE']._serialized_end=3959
-  _globals['_GETOPERATIONREQUEST']._serialized_start=3962
-  _globals['_GETOPERATIONREQUEST']._serialized_end=4096
-  _globals['_GETOPERATIONRESPONSE']._serialized_start=4098
-  _globals['_GETOPERATIONRESPONSE']._serialized_end=4182
-  _globals['_GETCAPABILITIESREQUEST']._serialized_start=4184
-  _globals['_GETCAPABILITIESREQUEST']._serialized_end=4208
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=4211
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=4515
-  _globals['_TRAINERSERVICE']._serialized_start=4518
-  _globals['_TRAINERSERVICE']._serialized_end=5893
+  _globals['_CREATEPOLICYREQUEST']._serialized_start=372
+  _globals['_CREATEPOLICYREQUEST']._serialized_end=688
+  _globals['_WEIGHTFILE']._serialized_start=690
+  _globals['_WEIGHTFILE']._serialized_end=774
+  _globals['_CREATEPOLICYRESPONSE']._serialized_start=777
+  _globals['_CREATEPOLICYRESPONSE']._serialized_end=919
+  _globals['_UNLOADPOLICYREQUEST']._serialized_start=921
+  _globals['_UNLOADPOLICYREQUEST']._serialized_end=1013
+  _globals['_UNLOADPOLICYRESPONSE']._serialized_start=1015
+  _globals['_UNLOADPOLICYRESPONSE']._serialized_end=1037
+  _globals['_GETPOLICYREQUEST']._serialized_start=1039
+  _globals['_GETPOLICYREQUEST']._serialized_end=1079
+  _globals['_GETPOLICYRESPONSE']._serialized_start=1082
+  _globals['_GETPOLICYRESPONSE']._serialized_end=1314
+  _globals['_SAMPLECHUNK']._serialized_start=1317
+  _globals['_SAMPLECHUNK']._serialized_end=1462
+  _globals['_FORWARDSTART']._serialized_start=1465
+  _globals['_FORWARDSTART']._serialized_end=1660
+  _globals['_FORWARDREQUEST']._serialized_start=1663
+  _globals['_FORWARDREQUEST']._serialized_end=1837
+  _globals['_FORWARDRESPONSE']._serialized_start=1839
+  _globals['_FORWARDRESPONSE']._serialized_end=1918
+  _globals['_FORWARDBACKWARDSTART']._serialized_start=1921
+  _globals['_FORWARDBACKWARDSTART']._serialized_end=2157
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=2160
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=2350
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=2352
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=2439
+  _globals['_ADAMW']._serialized_start=2442
+  _globals['_ADAMW']._serialized_end=2632
+  _globals['_OPTIMSTEPREQUEST']._serialized_start=2635
+  _globals['_OPTIMSTEPREQUEST']._serialized_end=2951
+  _globals['_OPTIMSTEPRESPONSE']._serialized_start=2953
+  _globals['_OPTIMSTEPRESPONSE']._serialized_end=3034
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=3037
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=3256
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=3258
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=3344
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=3347
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=3517
+  _globals['_RESTORECHECKPOINTRESPONSE']._serialized_start=3519
+  _globals['_RESTORECHECKPOINTRESPONSE']._serialized_end=3608
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=3610
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=3723
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=3725
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=3811
+  _globals['_WATCHOPERATIONSREQUEST']._serialized_start=3813
+  _globals['_WATCHOPERATIONSREQUEST']._serialized_end=3909
+  _globals['_WATCHOPERATIONSRESPONSE']._serialized_start=3911
+  _globals['_WATCHOPERATIONSRESPONSE']._serialized_end=3998
+  _globals['_GETOPERATIONREQUEST']._serialized_start=4001
+  _globals['_GETOPERATIONREQUEST']._serialized_end=4135
+  _globals['_GETOPERATIONRESPONSE']._serialized_start=4137
+  _globals['_GETOPERATIONRESPONSE']._serialized_end=4221
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=4223
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=4267
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=4269
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=4372
+  _globals['_GETCAPABILITIESREQUEST']._serialized_start=4374
+  _globals['_GETCAPABILITIESREQUEST']._serialized_end=4398
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=4401
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=4705
+  _globals['_TRAINERSERVICE']._serialized_start=4708
+  _globals['_TRAINERSERVICE']._serialized_end=6196
 # @@protoc_insertion_point(module_scope)

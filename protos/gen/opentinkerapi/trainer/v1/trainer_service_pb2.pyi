@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from opentinkerapi.catalog.v1 import policy_pb2 as _policy_pb2
 from opentinkerapi.data.v1 import blob_pb2 as _blob_pb2
 from opentinkerapi.data.v1 import loss_pb2 as _loss_pb2
+from opentinkerapi.data.v1 import tokenizer_pb2 as _tokenizer_pb2
 from opentinkerapi.data.v1 import train_sample_pb2 as _train_sample_pb2
 from opentinkerapi.trainer.v1 import operation_pb2 as _operation_pb2
 import builtins as _builtins
@@ -921,6 +922,58 @@ class GetOperationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetOperationResponse: _TypeAlias = GetOperationResponse  # noqa: Y015
+
+@_typing.final
+class GetTokenizerRequest(_message.Message):
+    """GetTokenizerRequest asks for tokenizer files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256S_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sha256s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Files to stream. Empty: only the list."""
+
+    def __init__(
+        self,
+        *,
+        sha256s: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256s", b"sha256s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerRequest: _TypeAlias = GetTokenizerRequest  # noqa: Y015
+
+@_typing.final
+class GetTokenizerResponse(_message.Message):
+    """GetTokenizerResponse is the list, or a run of bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """Digest over all files."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_tokenizer_pb2.TokenizerFile]:
+        """Without data in the list."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        files: _abc.Iterable[_tokenizer_pb2.TokenizerFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerResponse: _TypeAlias = GetTokenizerResponse  # noqa: Y015
 
 @_typing.final
 class GetCapabilitiesRequest(_message.Message):

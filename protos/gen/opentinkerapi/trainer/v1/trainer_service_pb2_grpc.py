@@ -91,6 +91,11 @@ class TrainerServiceStub(object):
                 request_serializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetOperationRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetOperationResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_stream(
+                '/opentinkerapi.trainer.v1.TrainerService/GetTokenizer',
+                request_serializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
         self.GetCapabilities = channel.unary_unary(
                 '/opentinkerapi.trainer.v1.TrainerService/GetCapabilities',
                 request_serializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetCapabilitiesRequest.SerializeToString,
@@ -202,6 +207,15 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """GetTokenizer lists the files of the base model's tokenizer, or streams those that are asked for by digest.
+        Errors: TOKENIZER_NOT_FOUND, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCapabilities(self, request, context):
         """GetCapabilities says what this server offers.
         Errors: SERVER_STARTING.
@@ -268,6 +282,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.GetOperation,
                     request_deserializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetOperationRequest.FromString,
                     response_serializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetOperationResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetTokenizerResponse.SerializeToString,
             ),
             'GetCapabilities': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCapabilities,
@@ -574,6 +593,33 @@ class TrainerService(object):
             '/opentinkerapi.trainer.v1.TrainerService/GetOperation',
             opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetOperationRequest.SerializeToString,
             opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetOperationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/opentinkerapi.trainer.v1.TrainerService/GetTokenizer',
+            opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetTokenizerRequest.SerializeToString,
+            opentinkerapi_dot_trainer_dot_v1_dot_trainer__service__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,11 @@ class TrainerServiceStub:
     Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND.
     Retry: safe.
     """
+    GetTokenizer: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.GetTokenizerRequest, _trainer_service_pb2.GetTokenizerResponse]
+    """GetTokenizer lists the files of the base model's tokenizer, or streams those that are asked for by digest.
+    Errors: TOKENIZER_NOT_FOUND, SERVER_STARTING.
+    Retry: safe.
+    """
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetCapabilitiesRequest, _trainer_service_pb2.GetCapabilitiesResponse]
     """GetCapabilities says what this server offers.
     Errors: SERVER_STARTING.
@@ -202,6 +207,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_trainer_service_pb2.GetOperationResponse]:
         """GetOperation returns one operation, waiting for its end up to the given time.
         Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND.
+        Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _trainer_service_pb2.GetTokenizerRequest,
+        context: _aio.ServicerContext[_trainer_service_pb2.GetTokenizerRequest, _abc.AsyncIterator[_trainer_service_pb2.GetTokenizerResponse]],
+    ) -> _abc.AsyncIterator[_trainer_service_pb2.GetTokenizerResponse]:
+        """GetTokenizer lists the files of the base model's tokenizer, or streams those that are asked for by digest.
+        Errors: TOKENIZER_NOT_FOUND, SERVER_STARTING.
         Retry: safe.
         """
 

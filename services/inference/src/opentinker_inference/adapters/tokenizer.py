@@ -1,25 +1,15 @@
 """The base model's tokenizer files, for callers by digest and for rendering here."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.models import tokenizer_files
+from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.render import ChatTokenizer, RenderError
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFile:
-    """One file with its digest."""
-
-    name: str
-    sha256: str
-    data: bytes
 
 
 class ModelTokenizer:
@@ -27,22 +17,9 @@ class ModelTokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         contents = tokenizer_files(model_dir)
-        self.files = tuple(
-            TokenizerFile(name, hashlib.sha256(data).hexdigest(), data)
-            for name, data in sorted(contents.items())
-        )
-        lines = "".join(f"{file.name} {file.sha256}\n" for file in self.files)
-        self.digest = hashlib.sha256(lines.encode()).hexdigest()
+        self.files = TokenizerFiles(contents)
         self._chat = ChatTokenizer(contents) if "tokenizer.json" in contents else None
         self.end_token_ids = self._chat.eos_ids if self._chat else _end_ids(contents)
-
-    def by_digest(self, sha256: str) -> TokenizerFile:
-        """TOKENIZER_NOT_FOUND if this model has no such file."""
-        found = next((file for file in self.files if file.sha256 == sha256), None)
-        if found is None:
-            text = f"no tokenizer file of this model has the digest {sha256!r}"
-            raise ServiceError(Reason.TOKENIZER_NOT_FOUND, text, field="sha256s")
-        return found
 
     def render(
         self,
