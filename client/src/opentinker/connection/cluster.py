@@ -9,6 +9,7 @@ import os
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,11 +21,13 @@ from opentinker.connection import stack
 from opentinker.connection.blobs import Blobs
 from opentinker.connection.calls import ControlPlane, answer
 from opentinker.connection.jobs import Job, Link, Role, Watcher
+from opentinker.connection.on_demand import OnDemand, Slots
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.runs import RunRecord
+from opentinker.connection.specs import policy_jobs
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
-from opentinker.training.tuning import Full, LoRA, ServerOptions, Tuning
+from opentinker.training.tuning import LoRA, ServerOptions, Tuning
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -84,11 +87,15 @@ class Cluster:
         request_id: str | None = None,
         run: str = "",
         beside: Policy | None = None,
+        serve: bool = True,
+        supervised: bool = False,
     ) -> Pending[Policy]:
         """A policy over a base model, in a job of its own with a trainer and an inference slot.
 
         Waits until the job runs. `seed` draws the initial adapter and value head. `beside`: in the job of
-        that policy instead, on the same servers (a critic, a teacher). Raises UnknownModel,
+        that policy instead, on the same servers (a critic, a teacher). `serve=False`: the job has a trainer
+        slot only, and a second job takes an inference slot when the policy is first sampled. `supervised`:
+        the job is one of supervised tuning, for who looks at the queue. Raises UnknownModel,
         CannotBeSatisfied and others for what the cluster can never give.
         """
         chosen = LoRA() if tuning is None else tuning
@@ -102,28 +109,16 @@ class Cluster:
                 )
             return Pending.of(
                 self.portal,
-                self._add_policy(beside.job, model, chosen, seed, name, from_checkpoint, request_id),
+                self._add_policy(
+                    beside.job, beside.serving, model, chosen, seed, name, from_checkpoint, request_id
+                ),
             )
-        slots = [
-            job_pb2.SlotSpec(
-                role=job_pb2.SLOT_ROLE_TRAINER,
-                base_model=model,
-                tuning=_kind(chosen),
-                count=1,
-                options=_fitting(trainer, chosen).to_wire(),
-            ),
-            job_pb2.SlotSpec(
-                role=job_pb2.SLOT_ROLE_INFERENCE,
-                base_model=model,
-                count=1,
-                options=_fitting(inference, chosen).to_wire(),
-            ),
-        ]
-        kind = job_pb2.JOB_KIND_FULL_RL if isinstance(chosen, Full) else job_pb2.JOB_KIND_LORA_RL
-        spec = job_pb2.Job(display_name=name, kind=kind, slots=slots, run=run)
+        spec, later = policy_jobs(
+            model, chosen, trainer, inference, name=name, run=run, serve=serve, supervised=supervised
+        )
         return Pending.of(
             self.portal,
-            self._create_policy(spec, model, chosen, seed, name, from_checkpoint, request_id),
+            self._create_policy(spec, later, model, chosen, seed, name, from_checkpoint, request_id),
         )
 
     def info(self) -> Pending[scheduler_service_pb2.GetClusterResponse]:
@@ -238,6 +233,7 @@ class Cluster:
     async def _create_policy(
         self,
         spec: job_pb2.Job,
+        later: job_pb2.Job | None,
         model: str,
         tuning: Tuning,
         seed: int,
@@ -245,19 +241,27 @@ class Cluster:
         from_checkpoint: str,
         request_id: str | None,
     ) -> Policy:
-        job = await Job.create(self.control, spec, watcher=self._watcher)
-        self._jobs.append(job)
+        job = await self._open_job(spec)
+        serving = job if later is None else OnDemand(partial(self._open_job, later))
         try:
-            return await self._add_policy(job, model, tuning, seed, name, from_checkpoint, request_id)
+            return await self._add_policy(
+                job, serving, model, tuning, seed, name, from_checkpoint, request_id
+            )
         except BaseException:
             self._jobs.remove(job)
             with contextlib.suppress(errors.OpenTinkerError):
                 await job.cancel()
             raise
 
+    async def _open_job(self, spec: job_pb2.Job) -> Job:
+        job = await Job.create(self.control, spec, watcher=self._watcher)
+        self._jobs.append(job)
+        return job
+
     async def _add_policy(
         self,
         job: Job,
+        serving: Slots,
         model: str,
         tuning: Tuning,
         seed: int,
@@ -290,6 +294,7 @@ class Cluster:
             name=made.policy.name,
             base_model=model,
             published=published,
+            serving=serving,
         )
         self._policies.append(policy)
         return policy
@@ -396,19 +401,3 @@ def active_cluster() -> Cluster:
             _active.append(cluster)
             atexit.register(cluster.close)
     return _active[-1]
-
-
-def _kind(tuning: Tuning) -> "job_pb2.TuningKind.ValueType":
-    return job_pb2.TUNING_KIND_FULL if isinstance(tuning, Full) else job_pb2.TUNING_KIND_LORA
-
-
-def _fitting(options: ServerOptions | None, tuning: Tuning) -> ServerOptions:
-    """Servers that take the tuning, where nothing else was asked for: the adapter's rank, or a server that is
-    not shared.
-    """
-    from dataclasses import replace
-
-    chosen = options or ServerOptions()
-    if isinstance(tuning, Full):
-        return replace(chosen, exclusive=True)
-    return chosen if chosen.max_lora_rank is not None else replace(chosen, max_lora_rank=max(32, tuning.rank))

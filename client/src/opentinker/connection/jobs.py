@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -58,9 +58,18 @@ class Link:
 class Job:
     """One job of this client. Everything here runs on the client's loop."""
 
-    def __init__(self, control: ControlPlane, name: str, *, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        name: str,
+        *,
+        roles: Collection[Role] = tuple(Role),
+        watcher: Watcher | None = None,
+    ) -> None:
         self._control = control
         self.name = name
+        self.roles = frozenset(roles)
+        """What its slots do."""
         self._watcher = watcher
         self._said = ""
         self._links: dict[Role, Link] = {}
@@ -80,7 +89,8 @@ class Job:
         """Queue a job. What the cluster can never satisfy is refused here."""
         request = scheduler_service_pb2.CreateJobRequest(request_id=f"job-{uuid.uuid4().hex}", job=spec)
         response = await control.call(lambda channel: SchedulerServiceStub(channel).CreateJob(request))
-        return cls(control, response.job.name, watcher=watcher)
+        roles = {Role(slot.role) for slot in spec.slots}
+        return cls(control, response.job.name, roles=roles, watcher=watcher)
 
     async def link(self, role: Role) -> Link:
         """The way to a slot, waiting until the job runs. JobEnded (or the cause) if it has ended."""

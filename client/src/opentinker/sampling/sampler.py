@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, answer, stream
-from opentinker.connection.jobs import Job, Link, Role
+from opentinker.connection.jobs import Link, Role
+from opentinker.connection.on_demand import Slots
 from opentinker.sampling.meter import EngineMeter
 from opentinker.sampling.params import Completion, SamplingParams
 from opentinkerapi.data.v1 import prompt_pb2
@@ -49,7 +50,7 @@ class CompletionSource(Protocol):
 class Sampler:
     """Completions of one policy through its job's inference slot. Runs on the client's loop."""
 
-    def __init__(self, job: Job, policy: str) -> None:
+    def __init__(self, job: Slots, policy: str) -> None:
         self._job = job
         self._policy = policy
         self._acks: set[asyncio.Task[None]] = set()

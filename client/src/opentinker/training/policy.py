@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from opentinker import errors
 from opentinker.connection.blobs import Blobs
 from opentinker.connection.jobs import Job
+from opentinker.connection.on_demand import Slots
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.tokenizers import fetch_tokenizer
 from opentinker.environments.content import Message
@@ -55,6 +56,7 @@ class Policy:
         name: str,
         base_model: str,
         published: results.Version,
+        serving: Slots | None = None,
     ) -> None:
         self.cluster = cluster
         self.name = name
@@ -66,7 +68,9 @@ class Policy:
         self.step = 0
         """Optimizer steps taken."""
         self.job = job
-        self.sampler = Sampler(job, name)
+        self.serving = serving or job
+        """The slots that sample: its job's, or those of a job made when they are needed."""
+        self.sampler = Sampler(self.serving, name)
         self.portal = portal
         self._blobs = blobs
         self._operations = OperationChannel(portal, job, name)
