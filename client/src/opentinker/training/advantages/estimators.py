@@ -19,15 +19,13 @@ import numpy as np
 
 from opentinker.errors import invalid
 from opentinker.training.advantages.group_relative import gpg
-from opentinker.training.advantages.groups import Floats
 from opentinker.training.advantages.per_token import (
     GAE,
-    Mask,
-    Row,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     whiten,
 )
+from opentinker.training.rows import Floats, Mask, Row
 
 Advantage = Callable[..., Any]
 """An estimator: see the module."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from opentinker.errors import invalid
 from opentinker.training.advantages.groups import (
-    Floats,
     Members,
     Singleton,
     check_ddof,
@@ -23,6 +22,7 @@ from opentinker.training.advantages.groups import (
     per_group,
     std,
 )
+from opentinker.training.rows import Floats
 
 _LEAST_OF_GROUP_STD = 0.5
 """The std of the others is not taken to be smaller than this part of the whole group's."""

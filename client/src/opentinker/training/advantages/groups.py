@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import invalid
-
-Floats = NDArray[np.float64]
+from opentinker.training.rows import Floats
 
 Singleton = Literal["zero", "raw"]
 """What a group of one gets, as nothing can be compared with it: 0, or the reward itself."""

@@ -5,7 +5,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from opentinker.errors import invalid
-from opentinker.training.advantages.groups import Floats, members
+from opentinker.training.advantages.groups import members
+from opentinker.training.rows import Floats
 
 
 def overlong_penalty(

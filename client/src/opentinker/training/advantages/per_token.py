@@ -11,14 +11,11 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from opentinker.errors import invalid
 from opentinker.training.advantages.group_relative import dr_grpo
-from opentinker.training.advantages.groups import Floats, Singleton, is_constant
-
-Row = Sequence[float] | NDArray[np.floating]
-Mask = Sequence[int] | NDArray[np.integer]
+from opentinker.training.advantages.groups import Singleton, is_constant
+from opentinker.training.rows import Floats, Mask, Row, paired
 
 WHITENING_EPS = 1e-8
 """Added to the variance and to the counts that whitening divides by, as in verl."""
@@ -37,7 +34,7 @@ def returns_to_go(
     """G_t = r_t + gamma G_next, next being the policy's next token; 0 on gaps. A list of [T_i]."""
     _check_unit("gamma", gamma)
     result = []
-    for rewards, mask in _rows(token_rewards, masks, "token_rewards"):
+    for rewards, mask in paired(token_rewards, masks, "token_rewards"):
         out = [0.0] * len(rewards)
         running, pending = 0.0, 0.0
         steps = enumerate(zip(rewards.tolist(), mask.tolist(), strict=True))
@@ -114,7 +111,7 @@ def gae(
     _check_unit("lam", lam)
     advantages, returns = [], []
     for (rewards, mask), (value, _) in zip(
-        _rows(token_rewards, masks, "token_rewards"), _rows(values, masks, "values"), strict=True
+        paired(token_rewards, masks, "token_rewards"), paired(values, masks, "values"), strict=True
     ):
         out = [0.0] * len(rewards)
         running, next_value, pending = 0.0, 0.0, 0.0
@@ -139,7 +136,7 @@ def whiten(rows: Sequence[Row], masks: Sequence[Mask]) -> list[Floats]:
     for the whole batch, however it is split: a part of a batch must not be whitened by itself. Equal values,
     and a single token, give 0.
     """
-    pairs = list(_rows(rows, masks, "rows"))
+    pairs = list(paired(rows, masks, "rows"))
     chosen = [values[mask] for values, mask in pairs]
     pooled = np.concatenate(chosen) if chosen else np.zeros(0)
     if len(pooled) < 2 or is_constant(pooled):
@@ -149,26 +146,6 @@ def whiten(rows: Sequence[Row], masks: Sequence[Mask]) -> list[Floats]:
     variance = ((pooled - mean) ** 2).sum() / (count + WHITENING_EPS) * count / (count - 1)
     scale = 1.0 / np.sqrt(variance + WHITENING_EPS)
     return [np.where(mask, (values - mean) * scale, 0.0) for values, mask in pairs]
-
-
-def _rows(rows: Sequence[Row], masks: Sequence[Mask], field: str) -> list[tuple[Floats, NDArray[np.bool_]]]:
-    """Rows and masks as arrays, of one shape each, finite wherever the mask is 1."""
-    if len(rows) != len(masks):
-        raise invalid("masks", f"{len(masks)} masks for {len(rows)} rows of {field}")
-    result = []
-    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        values = np.asarray(row, dtype=np.float64)
-        flags = np.asarray(mask)
-        if values.ndim != 1 or values.shape != flags.shape:
-            raise invalid(f"{field}[{index}]", f"shape {values.shape} for a mask of shape {flags.shape}")
-        if not np.isin(flags, (0, 1)).all():
-            raise invalid(f"masks[{index}]", "must be 0 or 1")
-        kept = flags.astype(bool)
-        if not np.isfinite(values[kept]).all():
-            raise invalid(f"{field}[{index}]", "is not finite at a token with mask 1")
-        # What stands on gaps may be anything; it must not reach a sum by way of nan * 0.
-        result.append((np.where(np.isfinite(values), values, 0.0), kept))
-    return result
 
 
 def _check_unit(name: str, value: float) -> None:

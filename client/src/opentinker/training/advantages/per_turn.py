@@ -7,7 +7,8 @@ import numpy as np
 
 from opentinker.errors import invalid
 from opentinker.training.advantages.group_relative import grpo
-from opentinker.training.advantages.groups import Floats, Members, Singleton, is_constant, members, std
+from opentinker.training.advantages.groups import Members, Singleton, is_constant, members, std
+from opentinker.training.rows import Floats
 
 
 def grpo_per_turn(
