@@ -42,6 +42,11 @@ class EvaluationResult:
     environment: str
     groups: tuple[Group, ...] = field(repr=False, default=())
 
+    @property
+    def summary(self) -> str:
+        """In a few words."""
+        return f"reward {self.reward:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.tasks} tasks"
+
     def metrics(self) -> dict[str, float]:
         """As metrics, under verl's names."""
         prefix = f"val-core/{self.environment}/reward"

@@ -10,8 +10,6 @@ from opentinker.connection.runs import RunRecord
 from opentinker.errors import invalid, unsupported
 
 if TYPE_CHECKING:
-    from opentinker.loop.evaluation import EvaluationResult
-    from opentinker.loop.fit import FitResult
     from opentinker.training.results import Checkpoint
 
 METRICS_FILE = "metrics.jsonl"
@@ -34,14 +32,14 @@ class Callback:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """After each step."""
 
-    def on_evaluation(self, step: int, result: "EvaluationResult") -> None:
-        """After each evaluation."""
+    def on_evaluation(self, step: int, result: Any) -> None:
+        """After each evaluation: an `EvaluationResult` of fit(), a `HeldOut` of sft()."""
 
     def on_checkpoint(self, step: int, checkpoint: "Checkpoint") -> None:
         """After each checkpoint."""
 
-    def on_end(self, result: "FitResult") -> None:
-        """At the end of a run that did not fail."""
+    def on_end(self, result: Any) -> None:
+        """At the end of a run that did not fail: a `FitResult` or an `SftResult`."""
 
 
 class JsonlLogger:

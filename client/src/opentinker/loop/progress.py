@@ -2,27 +2,59 @@
 
 import warnings
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from opentinker.connection.notices import wanted
-
-if TYPE_CHECKING:
-    from opentinker.loop.evaluation import EvaluationResult
 
 CLIPPED = 0.9
 CLIPPED_STEPS = 3
 ROWS = 12
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: a metric and the format of its number."""
+
+    title: str
+    metric: str
+    form: str
+
+
+REINFORCEMENT = (
+    Column("reward", "critic/score/mean", ".3f"),
+    Column("loss", "actor/pg_loss", "+.4f"),
+    Column("KL", "actor/ppo_kl", "+.5f"),
+    Column("grad norm", "actor/grad_norm", ".3f"),
+    Column("tokens/s", "perf/throughput", ",.0f"),
+    Column("s/step", "timing_s/step", ".1f"),
+)
+
+
+class Evaluated(Protocol):
+    """What an evaluation came to."""
+
+    @property
+    def summary(self) -> str:
+        """In a few words."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics."""
+        ...
+
+
 class Progress(Protocol):
-    """What fit() tells a person."""
+    """What a run tells a person."""
 
     def start(self) -> None: ...
 
+    def expect(self, steps: int) -> None: ...
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def evaluated(self, step: int, result: "EvaluationResult") -> None: ...
+    def evaluated(self, step: int, result: Evaluated) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -35,10 +67,13 @@ class Silent:
     def start(self) -> None:
         pass
 
+    def expect(self, steps: int) -> None:
+        pass
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
-    def evaluated(self, step: int, result: "EvaluationResult") -> None:
+    def evaluated(self, step: int, result: Evaluated) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -49,13 +84,14 @@ class Silent:
 
 
 class Table:
-    """Reward, loss, KL, tokens/s and ETA of the last steps, redrawn in place on a terminal, else appended."""
+    """Metrics and ETA of the last steps, redrawn in place on a terminal, else appended."""
 
-    def __init__(self, steps: int, title: str) -> None:
+    def __init__(self, steps: int, title: str, columns: Sequence[Column]) -> None:
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._steps = steps
+        self._columns = columns
         self._title = title
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
         self._live: Any = None
@@ -70,28 +106,24 @@ class Table:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
 
+    def expect(self, steps: int) -> None:
+        """How many steps there will be."""
+        self._steps = steps
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step has ended."""
         self._seconds.append(metrics.get("timing_s/step", 0.0))
         left = sum(self._seconds) / len(self._seconds) * (self._steps - step)
         row = (
             f"{step}/{self._steps}",
-            _number(metrics.get("critic/score/mean"), ".3f"),
-            _number(metrics.get("actor/pg_loss"), "+.4f"),
-            _number(metrics.get("actor/ppo_kl"), "+.5f"),
-            _number(metrics.get("actor/grad_norm"), ".3f"),
-            _number(metrics.get("perf/throughput"), ",.0f"),
-            _number(metrics.get("timing_s/step"), ".1f"),
+            *(_number(metrics.get(column.metric), column.form) for column in self._columns),
             f"{int(left // 60)}:{int(left % 60):02d}",
         )
         self._add(row)
 
-    def evaluated(self, step: int, result: "EvaluationResult") -> None:
+    def evaluated(self, step: int, result: Evaluated) -> None:
         """An evaluation has ended."""
-        self.note(
-            f"evaluation at step {step}: reward {result.reward:.3f} "
-            f"[{result.low:.3f}, {result.high:.3f}] over {result.tasks} tasks"
-        )
+        self.note(f"evaluation at step {step}: {result.summary}")
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -102,6 +134,10 @@ class Table:
         if self._live is not None:
             self._live.stop()
 
+    @property
+    def _names(self) -> list[str]:
+        return ["step", *(column.title for column in self._columns), "ETA"]
+
     def _add(self, row: tuple[str, ...]) -> None:
         self._rows.append(row)
         if self._live is not None:
@@ -109,21 +145,18 @@ class Table:
             return
         if not self._headed:
             self._headed = True
-            self._console.print(" ".join(f"{name:>9}" for name in COLUMNS), soft_wrap=True)
+            self._console.print(" ".join(f"{name:>9}" for name in self._names), soft_wrap=True)
         self._console.print(" ".join(f"{cell:>9}" for cell in row), soft_wrap=True)
 
     def _render(self) -> Any:
         from rich.table import Table as RichTable
 
         table = RichTable(title=self._title, title_justify="left")
-        for name in COLUMNS:
+        for name in self._names:
             table.add_column(name, justify="right")
         for row in self._rows:
             table.add_row(*row)
         return table
-
-
-COLUMNS = ("step", "reward", "loss", "KL", "grad norm", "tokens/s", "s/step", "ETA")
 
 
 class ClipWatch:
@@ -151,9 +184,11 @@ class ClipWatch:
         return text
 
 
-def progress(wish: bool | None, steps: int, title: str) -> Progress:
+def progress(
+    wish: bool | None, steps: int, title: str, columns: Sequence[Column] = REINFORCEMENT
+) -> Progress:
     """A table where somebody looks (a terminal, or `wish`), nothing elsewhere."""
-    return Table(steps, title) if wanted(wish) else Silent()
+    return Table(steps, title, columns) if wanted(wish) else Silent()
 
 
 def _number(value: float | None, form: str) -> str:

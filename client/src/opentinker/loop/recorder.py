@@ -1,49 +1,90 @@
-"""What `fit()` says while it runs: metrics to loggers and to the run's record, news to a person and to
-callbacks.
+"""What `fit()` and `sft()` say while they run: metrics to loggers and to the run's record, news to a person
+and to callbacks.
 """
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from opentinker import errors
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.runs import RunRecord
-from opentinker.loop.evaluation import EvaluationResult
 from opentinker.loop.loggers import METRICS_FILE, Callback, JsonlLogger, Logger, RecordLogger
-from opentinker.loop.progress import ClipWatch, progress
-from opentinker.loop.settings import Plan
+from opentinker.loop.progress import REINFORCEMENT, ClipWatch, Column, Evaluated, progress
 from opentinker.training.results import Checkpoint
 from opentinkerapi.run.v1 import run_pb2
 
 STATE_VERSION = 1
 
 
-class Recorder:
+E = TypeVar("E", bound=Evaluated)
+
+
+class RunPlan(Protocol):
+    """What there is to know of a run's settings."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def run_dir(self) -> Path | None: ...
+
+    @property
+    def loggers(self) -> Sequence[Any]: ...
+
+    @property
+    def callbacks(self) -> Sequence[Any]: ...
+
+    @property
+    def progress(self) -> bool | None: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class Recorder(Generic[E]):
     """Open while a run goes on; records how it ended."""
 
-    def __init__(self, plan: Plan, record: RunRecord) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        record: RunRecord,
+        steps: int,
+        columns: Sequence[Column],
+        reply_limit: int | None,
+    ) -> None:
         self.run = record.name
         self.directory = plan.run_dir or Path("runs") / record.name.rsplit("/", 1)[-1]
         self.rows: list[dict[str, float]] = []
-        self.evaluations: list[tuple[int, EvaluationResult]] = []
-        self._plan = plan
+        self.evaluations: list[tuple[int, E]] = []
         self._record = record
-        self._progress = progress(plan.progress, plan.steps, plan.name or record.name)
+        self._progress = progress(plan.progress, steps, plan.name or record.name, columns)
         self._clipping = ClipWatch()
+        self._reply_limit = reply_limit
         self._callbacks: list[Callback] = list(plan.callbacks)
         jsonl = JsonlLogger(self.directory / METRICS_FILE)
         self._loggers: list[Logger] = [jsonl, RecordLogger(record), *plan.loggers]
 
     @classmethod
-    async def open(cls, plan: Plan, cluster: Cluster) -> "Recorder":
-        """Make the run's record at the cluster."""
-        config = plan.describe()
-        record = await cluster.create_run(plan.name or "fit", config, f"run-{uuid.uuid4().hex}")
-        return cls(plan, record)
+    async def open(
+        cls,
+        plan: RunPlan,
+        cluster: Cluster,
+        *,
+        kind: str = "fit",
+        steps: int,
+        columns: Sequence[Column] = REINFORCEMENT,
+        reply_limit: int | None = None,
+    ) -> Self:
+        """Make the run's record at the cluster. `reply_limit` is the `max_tokens` that warnings name."""
+        record = await cluster.create_run(plan.name or kind, plan.describe(), f"run-{uuid.uuid4().hex}")
+        return cls(plan, record, steps, columns, reply_limit)
+
+    def expect(self, steps: int) -> None:
+        """How many steps there will be, where it was not known at first."""
+        self._progress.expect(steps)
 
     async def __aenter__(self) -> Self:
         self._progress.start()
@@ -73,13 +114,13 @@ class Recorder:
         self.rows.append(row)
         self._log(step, row)
         self._progress.step(step, row)
-        warning = self._clipping.check(row.get("response/clip_ratio", 0.0), self._plan.sampling.max_tokens)
+        warning = self._clipping.check(row.get("response/clip_ratio", 0.0), self._reply_limit)
         if warning:
             self._progress.note(f"warning: {warning}")
         for callback in self._callbacks:
             callback.on_step(step, row)
 
-    def evaluated(self, step: int, result: EvaluationResult) -> None:
+    def evaluated(self, step: int, result: E) -> None:
         """An evaluation has ended. Its numbers stand in a row of their own."""
         self.evaluations.append((step, result))
         self._log(step, {**result.metrics(), "training/global_step": float(step)})
