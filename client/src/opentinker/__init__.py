@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.params import Completion, SamplingParams
-    from opentinker.training import advantages
+    from opentinker.training import advantages, aggregation, kl, off_policy, reference_losses, schedules
     from opentinker.training.corrections import (
         TIS,
         Decoupled,
@@ -116,7 +116,16 @@ _HOMES = {
     "training.token_losses": ("KL", "CrossEntropy", "Distillation", "Entropy", "Registered", "Value"),
     "training.tuning": ("AdamW", "Full", "LoRA", "ServerOptions"),
 }
-_MODULES = {"advantages": "training.advantages", "environments": "environments", "errors": "errors"}
+_MODULES = {
+    "advantages": "training.advantages",
+    "aggregation": "training.aggregation",
+    "environments": "environments",
+    "errors": "errors",
+    "kl": "training.kl",
+    "off_policy": "training.off_policy",
+    "reference_losses": "training.reference_losses",
+    "schedules": "training.schedules",
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -174,15 +183,20 @@ __all__ = [
     "Trajectory",
     "Value",
     "advantages",
+    "aggregation",
     "connect",
     "errors",
     "evaluate",
     "evaluate_async",
     "fit",
     "fit_async",
+    "kl",
+    "off_policy",
+    "reference_losses",
     "rollouts",
     "run",
     "run_async",
+    "schedules",
     "single_turn",
     "train_samples",
 ]

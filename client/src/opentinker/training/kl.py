@@ -14,6 +14,7 @@ unbiased for its gradient, that of k3 is not, and that of k1 is 0 on average and
 finds impossible would weigh 1e13 otherwise.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -61,23 +62,18 @@ def gradient(
 ) -> Floats:
     """The derivative of the estimates by the logprobs, elementwise.
 
-    0 where a clamp holds a value: of k3 from d = -2.6 on, where its estimate would pull hardest. The
-    straight-through one has the value of k3 and keeps pulling.
+    The clamps bound it but do not cut it off: beyond them it stays what it is at the bound. Otherwise the
+    tokens farthest from the reference, from d = -2.6 on with k3, would be the ones that nothing pulls back.
     """
-    d = _difference(estimator, logprobs, reference, None)
-    inside = np.ones_like(d) if input_clamp is None else (np.abs(d) <= input_clamp).astype(np.float64)
-    if input_clamp is not None:
-        d = np.clip(d, -input_clamp, input_clamp)
+    d = _difference(estimator, logprobs, reference, input_clamp)
     if estimator == "k1":
-        return inside
+        return np.ones_like(d)
     if estimator == "abs":
-        return np.sign(d) * inside
+        return np.sign(d)
     if estimator in ("k2", "k3_straight_through"):
-        return d * inside
-    if output_clamp is not None:
-        inside = inside * (np.exp(-d) - 1.0 + d <= output_clamp)
-    result: Floats = (1.0 - np.exp(-d)) * inside
-    return result
+        return d
+    slope: Floats = 1.0 - np.exp(-d)
+    return slope if output_clamp is None else np.maximum(slope, -_steepest(output_clamp))
 
 
 def in_reward(
@@ -138,3 +134,12 @@ def _difference(
         raise invalid("estimator", f"must be one of {', '.join(get_args(Estimator))}, not {estimator!r}")
     d: Floats = np.asarray(np.subtract(logprobs, reference, dtype=np.float64))
     return d if clamp is None else np.clip(d, -clamp, clamp)
+
+
+def _steepest(bound: float) -> float:
+    """exp(x) - 1 at the x > 0 where exp(x) - 1 - x = bound: how fast k3 rises when it meets its bound."""
+    above("output_clamp", bound, 0.0)
+    x = math.log1p(bound) + 1.0
+    for _ in range(60):  # Newton from the right of a convex function: falls to the root without overshooting
+        x -= (math.expm1(x) - x - bound) / math.expm1(x)
+    return math.expm1(x)

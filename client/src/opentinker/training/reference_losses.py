@@ -4,7 +4,7 @@ They are the oracle of the trainer's tests, and what a custom loss can be built 
 function takes arrays [T] of one row (elementwise ones: any shape) and returns per-token losses of that shape.
 `old` are the logprobs that the ratio r = exp(logprob - old) is taken to: the proximal ones, or the sampler's.
 Losses of a sequence need its `mask`, and stand at each of its tokens, so that `seq_mean_token_mean` counts a
-sequence once. `aggregation` makes one number of them; log ratios are clamped to +-20 as in the trainer.
+sequence once. `aggregation` makes one number of them; ratios are bounded by e^20 as in the trainer.
 
     losses = [ppo(*row, dual_clip=3.0) for row in rows]
     aggregate("token_mean", masks).total(losses, masks)
@@ -107,13 +107,13 @@ def gmpo(
     """-A times the geometric mean of the sequence's clipped ratios (GMPO, arXiv 2507.20673); 0 at mask 0.
 
     log r is clipped to [-clip_low, clip_high] where that lowers the objective, as in PPO: from above where
-    A >= 0, from below where A < 0.
+    A > 0, from below where A < 0; it counts as 0 where A = 0.
     """
     at_least("clip_low", clip_low, 0.0)
     at_least("clip_high", clip_high, 0.0)
     log_ratio, gains, kept = _log_ratio(logprobs, old), _floats(advantages), np.asarray(mask, dtype=bool)
-    clipped = np.clip(log_ratio, -clip_low, clip_high)
-    pessimistic = np.where(gains < 0, np.maximum(log_ratio, clipped), np.minimum(log_ratio, clipped))
+    sign = np.sign(gains)
+    pessimistic = sign * np.minimum(sign * log_ratio, sign * np.clip(log_ratio, -clip_low, clip_high))
     ratio = np.exp(pessimistic[kept].mean()) if kept.any() else 1.0
     return np.where(kept, -gains * ratio, 0.0)
 
@@ -143,7 +143,8 @@ def dppo_tv(
 def dro(logprobs: ArrayLike, old: ArrayLike, advantages: ArrayLike, *, beta: float = 0.1) -> Floats:
     """-logprob A + beta / 2 (logprob - old)^2 (direct reward optimization, arXiv 2405.19107)."""
     at_least("beta", beta, 0.0)
-    return -_floats(logprobs) * _floats(advantages) + 0.5 * beta * _log_ratio(logprobs, old) ** 2
+    now = _floats(logprobs)
+    return -now * _floats(advantages) + 0.5 * beta * (now - _floats(old)) ** 2
 
 
 def cross_entropy(logprobs: ArrayLike, weights: ArrayLike = 1.0) -> Floats:

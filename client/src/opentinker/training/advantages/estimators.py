@@ -1,7 +1,7 @@
 """One way to call every estimator, the user's own too: by the names of its parameters.
 
-An estimator is a function whose parameters are named like fields of `AdvantageInputs`. It returns [n] (an
-advantage a trajectory) or a list of arrays: [T_i] (one a token), or [turns_i] (one a turn) if it takes
+An estimator is a function whose parameters are named like fields of `AdvantageInputs`. It returns n
+numbers (one a trajectory) or a list of arrays: [T_i] (one a token), or [turns_i] (one a turn) if it takes
 `turn_rewards`; or `GAE`. Options go by `functools.partial`.
 
     def halved(rewards, groups): ...                                 # a user's own
@@ -76,7 +76,7 @@ def estimate(estimator: Advantage, inputs: AdvantageInputs) -> Estimates:
     given = _given(estimator, inputs)
     result = estimator(**given)
     made, returns = (result.advantages, result.returns) if isinstance(result, GAE) else (result, None)
-    if isinstance(made, list):
+    if isinstance(made, list) and not all(np.ndim(each) == 0 for each in made):
         per: Literal["turn", "token"] = "turn" if "turn_rewards" in given else "token"
         shapes = inputs.turn_rewards if per == "turn" else inputs.masks
         if shapes is None:
