@@ -1,4 +1,4 @@
-"""Between the messages and the domain: the only module that knows both."""
+"""Between the messages and the domain; `wire_losses` has what concerns losses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -6,21 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker_kit.errors import ServiceError
-from opentinker_trainer.domain.losses import (
-    LOSS_NAMES,
-    Component,
-    CrossEntropy,
-    ImportanceSampling,
-    Loss,
-    Ppo,
-    check_components,
-)
-from opentinker_trainer.domain.samples import Sample, invalid
+from opentinker_trainer.domain.samples import ARRAYS, Sample, invalid
 from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec, check_step
+from opentinker_trainer.wire_losses import components_of
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import loss_pb2, train_sample_pb2
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import trainer_service_pb2
+
+__all__ = [
+    "components_of",
+    "denominators_of",
+    "lora_message",
+    "lora_of",
+    "metric_messages",
+    "samples_of",
+    "step_of",
+]
 
 _IDS = np.dtype("<i4")
 _FLOATS = np.dtype("<f4")
@@ -41,18 +43,16 @@ def _sample(index: int, message: train_sample_pb2.TrainSample) -> Sample:
                 text = f"sample {index} holds an image; this server trains on tokens only"
                 raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"samples[{index}].chunks")
             case _:
-                raise invalid(index, None, "a chunk is empty")
+                raise invalid(index, None, "a chunk is empty", "chunks")
     ids = b"".join(runs)
     if len(ids) % _IDS.itemsize:
-        raise invalid(index, None, f"token_ids has {len(ids)} bytes, which is no multiple of 4")
+        raise invalid(index, None, f"token_ids has {len(ids)} bytes, which is no multiple of 4", "chunks")
     if message.loss_mask.strip(b"\x00\x01"):
-        raise invalid(index, None, "loss_mask holds bytes other than 0 and 1")
+        raise invalid(index, None, "loss_mask holds bytes other than 0 and 1", "loss_mask")
     return Sample(
         token_ids=np.frombuffer(ids, _IDS).astype(np.int32),
         loss_mask=np.frombuffer(message.loss_mask, np.uint8).astype(np.bool_),
-        behavior_logprobs=_floats(index, "behavior_logprobs", message.behavior_logprobs),
-        advantages=_floats(index, "advantages", message.advantages),
-        weights=_floats(index, "weights", message.weights),
+        **{name: _floats(index, name, getattr(message, name)) for name in ARRAYS},
         temperature=message.sampling_temperature if message.HasField("sampling_temperature") else 1.0,
         components=frozenset(message.components) if message.components else None,
         sample_id=message.sample_id,
@@ -63,51 +63,8 @@ def _floats(index: int, name: str, data: bytes) -> NDArray[np.float32] | None:
     if not data:
         return None
     if len(data) % _FLOATS.itemsize:
-        raise invalid(index, None, f"{name} has {len(data)} bytes, which is no multiple of 4")
+        raise invalid(index, None, f"{name} has {len(data)} bytes, which is no multiple of 4", name)
     return np.frombuffer(data, _FLOATS).astype(np.float32)
-
-
-def components_of(messages: Sequence[loss_pb2.LossComponent]) -> list[Component]:
-    """The terms of the objective. ServiceError UNKNOWN_LOSS or INVALID_FIELD."""
-    components = [_component(index, message) for index, message in enumerate(messages)]
-    check_components(components)
-    return components
-
-
-def _component(index: int, message: loss_pb2.LossComponent) -> Component:
-    match message.WhichOneof("normalization"):
-        case "denominator":
-            denominator: float | None = message.denominator
-        case "deferred":
-            denominator = None
-        case _:
-            text = "say what the sum is divided by: a denominator, or deferred to OptimStep"
-            raise ServiceError(Reason.INVALID_FIELD, text, field=f"losses[{index}].denominator")
-    coefficient = message.coefficient if message.HasField("coefficient") else 1.0
-    return Component(message.name, _loss(index, message), denominator, coefficient)
-
-
-def _loss(index: int, message: loss_pb2.LossComponent) -> Loss:
-    match message.WhichOneof("loss"):
-        case "importance_sampling":
-            return ImportanceSampling()
-        case "cross_entropy":
-            return CrossEntropy()
-        case "ppo":
-            ppo = message.ppo
-            return Ppo(
-                clip_low=ppo.clip_low if ppo.HasField("clip_low") else 0.2,
-                clip_high=ppo.clip_high if ppo.HasField("clip_high") else 0.2,
-                dual_clip=ppo.dual_clip if ppo.HasField("dual_clip") else None,
-            )
-        case "registered":
-            text = (
-                f"no loss {message.registered.loss!r} is registered; this server has {', '.join(LOSS_NAMES)}"
-            )
-            raise ServiceError(Reason.UNKNOWN_LOSS, text, field=f"losses[{index}].registered.loss")
-        case _:
-            text = f"one of {', '.join(LOSS_NAMES)} must be set"
-            raise ServiceError(Reason.UNKNOWN_LOSS, text, field=f"losses[{index}].loss")
 
 
 def step_of(adamw: trainer_service_pb2.AdamW, clip_norm: float | None) -> AdamWStep:

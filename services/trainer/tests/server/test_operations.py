@@ -122,7 +122,7 @@ async def test_wrong_batches_are_refused_by_index_and_take_no_seq(noop: Client) 
     cases.append((cold, "sampling_temperature"))
     bare = message(sample(4, 3, 1))
     bare.ClearField("advantages")
-    cases.append((bare, "policy losses need advantages"))
+    cases.append((bare, "component 'main' needs it"))
     ppo = loss_pb2.LossComponent(name="main", ppo=loss_pb2.PpoLoss(), denominator=3.0)
     for bad, text in cases:
         error = await refused(noop.forward_backward([good, bad], [ppo], header=noop.header(1)))

@@ -1,21 +1,62 @@
 """The losses that a request can ask for, as typed values.
 
 A component is summed over its loss tokens; its denominator is given with the request or deferred to the
-optimizer step. Nothing is averaged anywhere else.
+optimizer step. Nothing is averaged anywhere else. `weights` of a sample multiply its tokens' losses in every
+component. A sequence is a sample: its loss tokens, wherever they lie in it.
+
+In the formulas r = exp(logprob - base logprob), where the base is the proximal policy if samples have its
+logprobs, otherwise the one that sampled (behavior); A is the token's advantage.
 """
 
-import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from opentinker_kit.errors import ServiceError
-from opentinkerapi.runtime.reasons import Reason
+from opentinker_trainer.domain.registered import RegisteredLoss, registered_names
+
+
+class KlEstimator(Enum):
+    """Estimates a divergence from d = logprob - other logprob at a sampled token."""
+
+    K1 = "k1"
+    """d"""
+    K2 = "k2"
+    """d^2 / 2"""
+    K3 = "k3"
+    """exp(-d) - 1 + d"""
+    K3_STRAIGHT_THROUGH = "k3_straight_through"
+    """The value of K3 with the gradient of K2."""
+
+
+class CorrectionKind(Enum):
+    """What becomes of w = exp(proximal logprob - behavior logprob)."""
+
+    TOKEN_TRUNCATE = "token_truncate"
+    """min(w, high)"""
+    TOKEN_MASK = "token_mask"
+    """w where it lies in [low, high], 0 elsewhere."""
+    SEQUENCE_TRUNCATE = "sequence_truncate"
+    """min(product of w over the sequence, high), for all its tokens."""
+    SEQUENCE_MASK = "sequence_mask"
+    """The product of w over the sequence where it lies in [low, high], 0 elsewhere."""
+    GEOMETRIC_MASK = "geometric_mask"
+    """The token's w, at most token_high, where the sequence's geometric mean lies in [low, high], else 0."""
+    NONE = "none"
+    """w itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A detached factor of a policy loss. None is no bound."""
+
+    kind: CorrectionKind
+    low: float | None = None
+    high: float | None = None
+    token_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceSampling:
-    """-r A with r = exp(logprob - behavior logprob)."""
+    """-r A."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +69,157 @@ class Ppo:
 
 
 @dataclass(frozen=True, slots=True)
+class Gspo:
+    """PPO's surrogate of the sequence's ratio exp(mean log r)."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo:
+    """-sg(clamp(r, ratio_min, ratio_max)) A logprob."""
+
+    ratio_min: float = 0.8
+    ratio_max: float = 1.28
+
+
+@dataclass(frozen=True, slots=True)
+class Sapo:
+    """-sigmoid(tau (r - 1)) 4 / tau A."""
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Gmpo:
+    """-A times the geometric mean over the sequence of r, clipped in log space to [-clip_low, clip_high]."""
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class DppoTv:
+    """-sg(min(r, ratio_max)) A logprob where the probability has moved along A by no more than delta."""
+
+    delta_low: float = 0.15
+    delta_high: float = 0.15
+    ratio_max: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dro:
+    """-logprob A + beta / 2 (logprob - base logprob)^2."""
+
+    beta: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """-w logprob, with weights of any sign."""
+    """-logprob."""
 
 
-Loss = ImportanceSampling | Ppo | CrossEntropy
+@dataclass(frozen=True, slots=True)
+class Kl:
+    """An estimate of KL(policy || reference)."""
 
-_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
+    estimator: KlEstimator = KlEstimator.K3
+    importance_weighted: bool = False
+    """Multiply by exp(logprob - behavior logprob)."""
 
-LOSS_NAMES = ("importance_sampling", "ppo", "cross_entropy")
-"""The losses of this server, as GetCapabilities lists them."""
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """An estimate of KL(policy || teacher)."""
+
+    estimator: KlEstimator = KlEstimator.K3_STRAIGHT_THROUGH
+    importance_weighted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entropy:
+    """The negative entropy of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """(v - R)^2 / 2; with a clip no less than that of v kept within clip of what it was."""
+
+    clip: float | None = None
+
+
+PolicyLoss = ImportanceSampling | Ppo | Gspo | Cispo | Sapo | Gmpo | DppoTv | Dro
+OtherLoss = CrossEntropy | Kl | Distillation | Entropy | Value
+Loss = PolicyLoss | OtherLoss | RegisteredLoss
+
+TYPED_NAMES = (
+    "importance_sampling",
+    "ppo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "dppo_tv",
+    "dro",
+    "cross_entropy",
+    "kl",
+    "distillation",
+    "entropy",
+    "value",
+)
+"""The fields of LossComponent.loss."""
+
+LOSS_NAMES = (*TYPED_NAMES, *registered_names())
+"""The losses of this server, as GetCapabilities lists them: typed ones, then registered ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One term of the objective: coefficient * sum(loss over tokens) / denominator."""
+    """One term of the objective: coefficient * sum(weight * loss over tokens) / denominator."""
 
     name: str
     loss: Loss
     denominator: float | None
     """None: deferred, OptimStep carries it."""
     coefficient: float = 1.0
+    correction: Correction | None = None
 
     @property
-    def needs_behavior(self) -> bool:
-        """Whether samples must carry behavior logprobs and advantages."""
-        return not isinstance(self.loss, CrossEntropy)
+    def is_policy(self) -> bool:
+        """Whether it moves the policy along advantages."""
+        return isinstance(self.loss, PolicyLoss | RegisteredLoss)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the arrays that samples must carry."""
+        match self.loss:
+            case Kl(importance_weighted=weighted):
+                return ("reference_logprobs", *_BEHAVIOR[: int(weighted)])
+            case Distillation(importance_weighted=weighted):
+                return ("teacher_logprobs", *_BEHAVIOR[: int(weighted)])
+            case Value(clip=clip):
+                return ("returns",) if clip is None else ("returns", "old_values")
+            case CrossEntropy() | Entropy():
+                return ()
+            case _:
+                proximal = () if self.correction is None else ("proximal_logprobs",)
+                return (*_BEHAVIOR, "advantages", *proximal)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the policy must have a value head."""
+        return isinstance(self.loss, Value)
+
+    @property
+    def silent_without_advantage(self) -> bool:
+        """Whether a token whose advantage is 0 has no gradient."""
+        if isinstance(self.loss, Dro):
+            return self.loss.beta == 0
+        if isinstance(self.loss, RegisteredLoss):
+            return self.loss.silent_without_advantage
+        return self.is_policy
 
     @property
     def factor(self) -> float:
@@ -61,39 +227,4 @@ class Component:
         return self.coefficient / (self.denominator if self.denominator is not None else 1.0)
 
 
-def check_components(components: Sequence[Component]) -> None:
-    """ServiceError INVALID_FIELD if names repeat or a number is outside what it may be."""
-    if not components:
-        raise ServiceError(Reason.INVALID_FIELD, "at least one loss component is needed", field="losses")
-    seen: set[str] = set()
-    for index, component in enumerate(components):
-        field = f"losses[{index}]"
-        if not _NAME.fullmatch(component.name) or component.name in seen:
-            text = "must be unique, of 1 to 64 letters, digits and ._:/-"
-            raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.name")
-        seen.add(component.name)
-        if component.denominator is not None and not _positive(component.denominator):
-            raise ServiceError(
-                Reason.INVALID_FIELD, "must be a positive finite number", field=f"{field}.denominator"
-            )
-        if not math.isfinite(component.coefficient):
-            raise ServiceError(Reason.INVALID_FIELD, "must be finite", field=f"{field}.coefficient")
-        if isinstance(component.loss, Ppo):
-            _check_ppo(component.loss, f"{field}.ppo")
-
-
-def _check_ppo(loss: Ppo, field: str) -> None:
-    if not 0 <= loss.clip_low < 1:
-        raise ServiceError(Reason.INVALID_FIELD, "must be at least 0 and below 1", field=f"{field}.clip_low")
-    if not (math.isfinite(loss.clip_high) and loss.clip_high >= 0):
-        raise ServiceError(
-            Reason.INVALID_FIELD, "must be a finite number, at least 0", field=f"{field}.clip_high"
-        )
-    if loss.dual_clip is not None and not (math.isfinite(loss.dual_clip) and loss.dual_clip > 1):
-        raise ServiceError(
-            Reason.INVALID_FIELD, "must be a finite number above 1", field=f"{field}.dual_clip"
-        )
-
-
-def _positive(value: float) -> bool:
-    return math.isfinite(value) and value > 0
+_BEHAVIOR = ("behavior_logprobs",)

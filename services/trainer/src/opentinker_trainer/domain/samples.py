@@ -13,12 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker_kit.errors import ServiceError
-from opentinker_trainer.domain.losses import Component, CrossEntropy
+from opentinker_trainer.domain.losses import Component
 from opentinkerapi.runtime.reasons import Reason
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+
+ARRAYS = (
+    "behavior_logprobs",
+    "advantages",
+    "weights",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "returns",
+    "old_values",
+)
+"""The per-token arrays of numbers that a sample may carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,13 @@ class Sample:
     behavior_logprobs: Floats | None = None
     advantages: Floats | None = None
     weights: Floats | None = None
-    """None: 1 everywhere."""
+    """Factor of each token's loss in every component. None: 1 everywhere."""
+    proximal_logprobs: Floats | None = None
+    """None: the ratio of policy losses is taken to the behavior logprobs."""
+    reference_logprobs: Floats | None = None
+    teacher_logprobs: Floats | None = None
+    returns: Floats | None = None
+    old_values: Floats | None = None
     temperature: float = 1.0
     components: frozenset[str] | None = None
     """Names of the components that apply; None: all."""
@@ -49,12 +67,19 @@ class Sample:
         return self.components is None or component.name in self.components
 
     def is_inert(self, components: Sequence[Component]) -> bool:
-        """Whether no component can contribute a gradient: each one's advantages or weights are all 0."""
+        """Whether no component can contribute a gradient.
+
+        A weight of 0 silences a token for every component, an advantage of 0 for most policy losses.
+        """
         return all(self._silent(component) for component in components if self.has(component))
 
     def _silent(self, component: Component) -> bool:
-        scale = self.weights if isinstance(component.loss, CrossEntropy) else self.advantages
-        return scale is not None and not np.any(scale[self.loss_mask])
+        speaks = self.loss_mask
+        if self.weights is not None:
+            speaks = speaks & (self.weights != 0)
+        if component.silent_without_advantage and self.advantages is not None:
+            speaks = speaks & (self.advantages != 0)
+        return not speaks.any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +95,8 @@ def check_samples(
 ) -> None:
     """ServiceError INVALID_SAMPLE (metadata has the index) or NO_TRAINABLE_TOKENS.
 
-    With `components` (a ForwardBackward) the arrays that these need must be there, and finite where the mask
-    is 1.
+    With `components` (a ForwardBackward) the arrays that these need must be there, and every array that is
+    there must be finite where the mask is 1.
     """
     names = {component.name for component in components or ()}
     for index, sample in enumerate(samples):
@@ -80,7 +105,8 @@ def check_samples(
             continue
         unknown = (sample.components or frozenset()) - names
         if unknown:
-            raise invalid(index, sample, f"component {min(unknown)!r} is not among the request's losses")
+            text = f"component {min(unknown)!r} is not among the request's losses"
+            raise invalid(index, sample, text, "components")
         _check_arrays(index, sample, [component for component in components if sample.has(component)])
     if not any(sample.loss_mask.any() for sample in samples):
         raise ServiceError(
@@ -88,13 +114,13 @@ def check_samples(
         )
 
 
-def invalid(index: int, sample: Sample | None, text: str) -> ServiceError:
-    """The error for the sample at `index`."""
+def invalid(index: int, sample: Sample | None, text: str, field: str = "") -> ServiceError:
+    """The error for the sample at `index`, and its `field` if it is about one."""
     name = f" ({sample.sample_id})" if sample is not None and sample.sample_id else ""
     return ServiceError(
         Reason.INVALID_SAMPLE,
         f"sample {index}{name}: {text}",
-        field=f"samples[{index}]",
+        field=f"samples[{index}]" + (f".{field}" if field else ""),
         metadata={"index": index},
     )
 
@@ -102,43 +128,40 @@ def invalid(index: int, sample: Sample | None, text: str) -> ServiceError:
 def _check_shape(index: int, sample: Sample, limits: Limits) -> None:
     length = sample.length
     if length < 2:
-        raise invalid(index, sample, f"has {length} tokens; at least 2 are needed")
+        raise invalid(index, sample, f"has {length} tokens; at least 2 are needed", "chunks")
     if length > limits.max_sequence_tokens:
-        raise invalid(
-            index, sample, f"has {length} tokens; this server takes at most {limits.max_sequence_tokens}"
-        )
-    if sample.loss_mask.shape[0] != length:
-        raise invalid(index, sample, f"loss_mask has {sample.loss_mask.shape[0]} entries for {length} tokens")
-    for name in ("behavior_logprobs", "advantages", "weights"):
+        text = f"has {length} tokens; this server takes at most {limits.max_sequence_tokens}"
+        raise invalid(index, sample, text, "chunks")
+    for name in ("loss_mask", *ARRAYS):
         array = getattr(sample, name)
         if array is not None and array.shape[0] != length:
-            raise invalid(index, sample, f"{name} has {array.shape[0]} entries for {length} tokens")
+            text = f"{name} has {array.shape[0]} entries for {length} tokens"
+            raise invalid(index, sample, text, name)
     low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
-        raise invalid(index, sample, f"token id {bad} is outside the vocabulary of {limits.vocab_size}")
+        text = f"token id {bad} is outside the vocabulary of {limits.vocab_size}"
+        raise invalid(index, sample, text, "chunks")
     if sample.loss_mask[0]:
-        raise invalid(index, sample, "loss_mask[0] is 1: nothing precedes the first token")
+        raise invalid(index, sample, "loss_mask[0] is 1: nothing precedes the first token", "loss_mask")
     if not (math.isfinite(sample.temperature) and sample.temperature > 0):
-        raise invalid(
-            index, sample, f"sampling_temperature is {sample.temperature}; it must be a positive number"
-        )
+        text = f"sampling_temperature is {sample.temperature}; it must be a positive number"
+        raise invalid(index, sample, text, "sampling_temperature")
 
 
 def _check_arrays(index: int, sample: Sample, components: Sequence[Component]) -> None:
-    wanted: list[tuple[str, Floats | None]] = []
-    if any(component.needs_behavior for component in components):
-        wanted += [("behavior_logprobs", sample.behavior_logprobs), ("advantages", sample.advantages)]
-        if sample.loss_mask.any():
-            for name, array in wanted:
-                if array is None:
-                    raise invalid(index, sample, f"policy losses need {name}")
-    if any(isinstance(component.loss, CrossEntropy) for component in components):
-        wanted.append(("weights", sample.weights))
-    for name, array in wanted:
+    if not sample.loss_mask.any():
+        return
+    for component in components:
+        for name in component.needs:
+            if getattr(sample, name) is None:
+                text = f"{name} is missing; component {component.name!r} needs it"
+                raise invalid(index, sample, text, name)
+    for name in ARRAYS:
+        array = getattr(sample, name)
         if array is None:
             continue
         wrong = np.flatnonzero(sample.loss_mask & ~np.isfinite(array))
         if wrong.size:
             at = int(wrong[0])
-            raise invalid(index, sample, f"{name}[{at}] is {array[at]} where loss_mask is 1")
+            raise invalid(index, sample, f"{name}[{at}] is {array[at]} where loss_mask is 1", name)

@@ -7,41 +7,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker_trainer.domain.plan import Layout
-from opentinker_trainer.domain.samples import Sample
+from opentinker_trainer.domain.samples import ARRAYS, Sample
 
 Array = NDArray[np.float32]
+
+_MISSING = {"weights": 1.0, "proximal_logprobs": np.nan}
+"""What stands for the array of a sample that has none, where others have one. Default 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The per-token arrays of all samples end to end, T tokens in all; what is left out is 0, weights 1."""
+    """The per-token arrays of all samples end to end, T tokens in all."""
 
     starts: NDArray[np.int64]
     """[S + 1]: where each sample begins, and the end."""
     token_ids: NDArray[np.int64]
-    behavior_logprobs: Array
-    advantages: Array
-    weights: Array
     temperatures: NDArray[np.float64]
     """[S]"""
+    arrays: dict[str, Array]
+    """By name, those of `samples.ARRAYS` that at least one sample has."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Columns":
-        def column(name: str, missing: float) -> Array:
-            arrays = [getattr(sample, name) for sample in samples]
-            filled = [
-                np.full(sample.length, missing, np.float32) if array is None else array
-                for sample, array in zip(samples, arrays, strict=True)
-            ]
-            return np.concatenate(filled)
-
+        arrays: dict[str, Array] = {}
+        for name in ARRAYS:
+            found = [getattr(sample, name) for sample in samples]
+            if all(array is None for array in found):
+                continue
+            missing = _MISSING.get(name, 0.0)
+            arrays[name] = np.concatenate(
+                [
+                    np.full(sample.length, missing, np.float32) if array is None else array
+                    for sample, array in zip(samples, found, strict=True)
+                ]
+            )
         return cls(
             np.concatenate([[0], np.cumsum([sample.length for sample in samples])]),
             np.concatenate([sample.token_ids for sample in samples]).astype(np.int64),
-            column("behavior_logprobs", 0.0),
-            column("advantages", 0.0),
-            column("weights", 1.0),
             np.array([sample.temperature for sample in samples]),
+            arrays,
         )
 
     def positions(self, cut: Layout) -> NDArray[np.int64]:

@@ -18,13 +18,14 @@ from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Array, Columns
 from opentinker_trainer.engine.logprobs import TokenScores
-from opentinker_trainer.engine.losses import Metrics
 from opentinker_trainer.engine.objective import (
     BackwardOutput,
+    Metrics,
     SampleScores,
     add_losses,
     add_metric,
     empty_sums,
+    needs_entropy_gradient,
     summarize,
 )
 from opentinker_trainer.engine.policy import Gradient
@@ -63,7 +64,7 @@ class _Scores:
 
     def put(self, positions: NDArray[np.int64], result: TokenScores) -> None:
         self.logprobs[positions] = result.logprobs.detach().float().numpy()
-        self.entropy[positions] = result.entropy.float().numpy()
+        self.entropy[positions] = result.entropy.detach().float().numpy()
 
     def by_sample(self, columns: Columns, skipped: frozenset[int]) -> list[SampleScores]:
         pairs = zip(columns.split(self.logprobs), columns.split(self.entropy), strict=True)
@@ -161,7 +162,9 @@ class BackwardPass(_Pass):
 
     def _run(self, batch: MicroBatch) -> None:
         cut = layout(batch, self._samples)
-        result = self._scorer.score(cut, self._columns)
+        result = self._scorer.score(
+            cut, self._columns, entropy_gradient=needs_entropy_gradient(self._components)
+        )
         add_losses(
             cut, self._samples, self._columns, self._components, result, self._parameters, self._output
         )

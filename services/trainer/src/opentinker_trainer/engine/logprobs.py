@@ -20,7 +20,7 @@ class TokenScores(NamedTuple):
     logprobs: Tensor
     """[N], differentiable."""
     entropy: Tensor
-    """[N], without gradient; empty where not asked for."""
+    """[N], differentiable where that was asked for; empty where it was not asked for at all."""
     values: Tensor | None = None
     """[N], differentiable: the value head at the column that predicts the token; None without a head."""
 
@@ -41,15 +41,17 @@ def token_scores(
     *,
     chunk: int,
     entropy: bool,
+    entropy_gradient: bool = False,
     low_rank: LowRank | None = None,
 ) -> TokenScores:
     """Score `targets` [N] under softmax((hidden [N, H] @ weight [V, H]^T + bias) / temperatures [N]).
 
-    Differentiable with respect to hidden, weight, bias and the low-rank part, whichever requires a gradient.
+    Differentiable with respect to hidden, weight, bias and the low-rank part, whichever requires a gradient;
+    the entropy only with `entropy_gradient`.
     """
     inner, outer = low_rank if low_rank is not None else (None, None)
     logprobs, entropies = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy
+        hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy, entropy_gradient
     )
     return TokenScores(logprobs, entropies)
 
@@ -83,6 +85,7 @@ class _TokenScores(torch.autograd.Function):
         temperatures: Tensor,
         chunk: int,
         entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         dtype = accumulator(weight.dtype)
@@ -103,14 +106,19 @@ class _TokenScores(torch.autograd.Function):
                     entropies[part] = -(scores.exp() * scores.clamp_min(torch.finfo(dtype).min)).sum(-1)
                 if count <= chunk:
                     kept = scores
-        ctx.save_for_backward(hidden, weight, bias, inner, outer, targets, temperatures, normalizers, kept)
+        ctx.save_for_backward(
+            hidden, weight, bias, inner, outer, targets, temperatures, normalizers, entropies, kept
+        )
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, inner, outer, targets, temperatures, normalizers, kept = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, inner, outer, *rest = ctx.saved_tensors
+        targets, temperatures, normalizers, entropies, kept = rest
         sources = (hidden, weight, bias, inner, outer)
         needed = [
             source is not None and wanted
@@ -121,6 +129,11 @@ class _TokenScores(torch.autograd.Function):
             torch.zeros_like(source, dtype=accumulator(source.dtype)) if wanted else None
             for source, wanted in zip(sources, needed, strict=True)
         )
+        # The logits were divided by the temperatures.
+        of_logprobs, of_entropies = (
+            torch.zeros_like(normalizers) if grad is None else grad / temperatures.to(grad.dtype)
+            for grad in grads
+        )
         count = hidden.shape[0]
         for start in range(0, count, ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -129,10 +142,16 @@ class _TokenScores(torch.autograd.Function):
             else:
                 scores = _logits(hidden[part], weight, bias, _rows(inner, part), outer, temperatures[part])
                 scores = scores.sub_(normalizers[part, None])
-            # d logprob / d logits = one_hot - probabilities, over the temperature.
-            scale = grad[part] / temperatures[part].to(grad.dtype)
-            slopes = scores.exp().mul_(-scale[:, None])
-            slopes.scatter_add_(1, targets[part, None], scale[:, None])
+            slopes = scores.exp()
+            # d logprob / d logits = one_hot - probabilities,
+            # d entropy / d logits = -probabilities * (log probabilities + entropy).
+            if grads[1] is None:
+                slopes.mul_(-of_logprobs[part, None])
+            else:
+                factor = scores.clamp_min(torch.finfo(scores.dtype).min) + entropies[part, None]
+                factor.mul_(of_entropies[part, None]).add_(of_logprobs[part, None])
+                slopes.mul_(factor).neg_()
+            slopes.scatter_add_(1, targets[part, None], of_logprobs[part, None])
             if of_inner is not None:
                 of_inner[part] = slopes.to(outer.dtype) @ outer
             if of_outer is not None:
@@ -150,7 +169,7 @@ class _TokenScores(torch.autograd.Function):
                 None if source is None or gradient is None else gradient.to(source.dtype)
                 for source, gradient in zip(sources, gradients, strict=True)
             ),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 

@@ -1,79 +1,86 @@
-"""Per-token losses and their metrics. Every tensor here is [N]: loss tokens only, masked ones never enter."""
-
-from dataclasses import dataclass
+"""The losses of a component's tokens, and metrics of them. Every tensor is [N]: loss tokens only."""
 
 import torch
 from torch import Tensor
 
-from opentinker_trainer.domain.losses import CrossEntropy, ImportanceSampling, Loss, Ppo
+from opentinker_kit.errors import ServiceError
+from opentinker_trainer.domain.losses import (
+    Component,
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    Kl,
+    Loss,
+    PolicyLoss,
+    Value,
+)
+from opentinker_trainer.domain.registered import RegisteredLoss
+from opentinker_trainer.engine.corrections import correction_weights, drift
+from opentinker_trainer.engine.divergences import divergence_losses
+from opentinker_trainer.engine.policy_losses import policy_losses
+from opentinker_trainer.engine.registered import registered_losses
+from opentinker_trainer.engine.token_inputs import TokenInputs, TokenMetrics, given
+from opentinkerapi.runtime.reasons import Reason
 
-_LOG_RATIO_BOUND = 20.0
-"""exp of more than this says nothing but "far away" and soon overflows."""
 
-Metrics = dict[str, tuple[float, float]]
-"""Metric name -> (sum, weight); the mean is sum / weight."""
+def token_losses(component: Component, logprobs: Tensor, inputs: TokenInputs) -> tuple[Tensor, TokenMetrics]:
+    """The loss of each token, differentiable, times correction and weight; and the metrics of each token.
+
+    Metrics are of the loss before the weight. ServiceError UNSUPPORTED_OPTION for a value loss of a policy
+    without a value head.
+    """
+    losses, metrics = _losses(component.loss, logprobs, inputs)
+    if component.is_policy:
+        with torch.no_grad():
+            metrics |= drift(logprobs, inputs)
+            touched = torch.zeros_like(losses, dtype=torch.bool)
+            if component.correction is not None:
+                factor, touched = correction_weights(component.correction, inputs)
+                metrics["rollout_corr/weight"] = factor
+            metrics["rollout_corr/clip_fraction"] = touched
+        if component.correction is not None:
+            losses = losses * factor
+    if inputs.weights is not None:
+        # Nothing of a token whose weight is 0 may count, be it infinite.
+        losses = torch.where(inputs.weights == 0, 0.0, losses * inputs.weights)
+    return losses, metrics
 
 
-@dataclass(frozen=True, slots=True)
-class TokenInputs:
-    """What a loss reads beside the logprobs; None where the component does not need it."""
-
-    behavior_logprobs: Tensor | None
-    advantages: Tensor | None
-    weights: Tensor | None
-
-
-def token_losses(loss: Loss, logprobs: Tensor, inputs: TokenInputs) -> tuple[Tensor, Metrics]:
-    """The loss of each token [N], differentiable, and metrics over them."""
+def _losses(loss: Loss, logprobs: Tensor, inputs: TokenInputs) -> tuple[Tensor, TokenMetrics]:
     match loss:
         case CrossEntropy():
-            weights = inputs.weights
-            return (-logprobs if weights is None else -weights * logprobs), {}
-        case ImportanceSampling():
-            log_ratio, advantages = _log_ratio(logprobs, inputs)
-            return -log_ratio.exp() * advantages, _drift(log_ratio)
-        case Ppo():
-            log_ratio, advantages = _log_ratio(logprobs, inputs)
-            return _ppo(loss, log_ratio, advantages)
+            return -logprobs, {}
+        case Kl():
+            losses = divergence_losses(loss, logprobs, inputs)
+            return losses, {"actor/kl_loss": losses.detach()}
+        case Distillation():
+            losses = divergence_losses(loss, logprobs, inputs)
+            return losses, {"actor/distillation_loss": losses.detach()}
+        case Entropy():
+            return -given(inputs.entropy), {}
+        case Value(clip):
+            return _value(clip, inputs)
+        case RegisteredLoss():
+            return registered_losses(loss, logprobs, inputs)
+        case _:
+            assert isinstance(loss, PolicyLoss)
+            return policy_losses(loss, logprobs, inputs)
 
 
-def _log_ratio(logprobs: Tensor, inputs: TokenInputs) -> tuple[Tensor, Tensor]:
-    assert inputs.behavior_logprobs is not None, "checked at admission"
-    assert inputs.advantages is not None, "checked at admission"
-    log_ratio = (logprobs - inputs.behavior_logprobs).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    return log_ratio, inputs.advantages
-
-
-def _ppo(loss: Ppo, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Metrics]:
-    ratio = log_ratio.exp()
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * advantages
-    worst = torch.maximum(plain, clipped)
-    metrics = _drift(log_ratio)
-    count = float(log_ratio.numel())
-    with torch.no_grad():
-        metrics["actor/pg_clipfrac"] = (float((clipped > plain).sum()), count)
-    if loss.dual_clip is not None:
-        bounded = torch.minimum(worst, -advantages * loss.dual_clip)
-        negative = advantages < 0
-        with torch.no_grad():
-            hits = float(((worst > bounded) & negative).sum())
-            metrics["actor/pg_clipfrac_lower"] = (hits, count)
-        worst = torch.where(negative, bounded, worst)
-    return worst, metrics
-
-
-def _drift(log_ratio: Tensor) -> Metrics:
-    """How far the trained policy is from the one that sampled, over the tokens given."""
-    with torch.no_grad():
-        d = log_ratio.double()
-        ratio = d.exp()
-        count = float(d.numel())
-        return {
-            "actor/ppo_kl": (float(-d.sum()), count),
-            "rollout_corr/logprob_abs_diff": (float(d.abs().sum()), count),
-            "rollout_corr/k3": (float((ratio - d - 1).sum()), count),
-            # ESS = mean(ratio)^2 / mean(ratio^2), exact over any split.
-            "rollout_corr/ratio": (float(ratio.sum()), count),
-            "rollout_corr/ratio_squared": (float((ratio * ratio).sum()), count),
-        }
+def _value(clip: float | None, inputs: TokenInputs) -> tuple[Tensor, TokenMetrics]:
+    """max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, as PPO with a critic does."""
+    if inputs.values is None:
+        text = "a value loss needs a policy with a value head (tuning.value_head)"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="losses.value")
+    returns = given(inputs.returns)
+    plain = (inputs.values - returns).square()
+    metrics: TokenMetrics = {"critic/vpred": inputs.values.detach(), "critic/returns": returns}
+    worst = plain
+    if clip is not None:
+        old = given(inputs.old_values)
+        near = torch.minimum(torch.maximum(inputs.values, old - clip), old + clip)
+        clipped = (near - returns).square()
+        worst = torch.maximum(plain, clipped)
+        metrics["critic/vf_clipfrac"] = clipped > plain
+    losses = 0.5 * worst
+    return losses, metrics | {"critic/vf_loss": losses.detach()}

@@ -8,13 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from opentinker_trainer.domain.losses import Component, CrossEntropy
+from opentinker_trainer.domain.losses import Component, Entropy
 from opentinker_trainer.domain.plan import Layout
 from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.engine.columns import Array, Columns
 from opentinker_trainer.engine.logprobs import TokenScores
-from opentinker_trainer.engine.losses import Metrics, TokenInputs, token_losses
+from opentinker_trainer.engine.losses import token_losses
 from opentinker_trainer.engine.policy import RESOLVED, Gradient
+from opentinker_trainer.engine.token_inputs import TokenInputs
+
+Metrics = dict[str, tuple[float, float]]
+"""Metric name -> (sum, weight); the mean is sum / weight."""
 
 
 @dataclass(slots=True)
@@ -50,29 +54,50 @@ def add_losses(
     """Add the losses of a scored micro-batch, their gradient and metrics to `output`."""
     terms: dict[str, Tensor] = {}
     for component in components:
-        chosen = torch.from_numpy(np.flatnonzero([samples[index].has(component) for index in cut.samples]))
+        chosen = np.flatnonzero([samples[index].has(component) for index in cut.samples])
         if not len(chosen):
             continue
-        inputs = _inputs(columns, columns.positions(cut)[chosen.numpy()], component, result.logprobs.dtype)
-        losses, metrics = token_losses(component.loss, result.logprobs[chosen], inputs)
-        total = float(losses.detach().double().sum())
+        at = torch.from_numpy(chosen).to(result.logprobs.device)
+        inputs = _inputs(cut, columns, chosen, result, at)
+        losses, metrics = token_losses(component, result.logprobs[at], inputs)
         done, count = output.loss_sums[component.name]
+        total, *sums = _sums([losses, *metrics.values()])
         output.loss_sums[component.name] = (done + total, count)
-        for name, (value, weight) in metrics.items():
-            add_metric(output.metrics, name, value, weight)
+        for name, value in zip(metrics, sums, strict=True):
+            add_metric(output.metrics, name, value, len(chosen))
         bucket = RESOLVED if component.denominator is not None else component.name
         term = losses.sum() * component.factor
         terms[bucket] = terms[bucket] + term if bucket in terms else term
-    add_metric(output.metrics, "actor/entropy", float(result.entropy.double().sum()), len(cut.tokens))
+    (entropy,) = _sums([result.entropy])
+    add_metric(output.metrics, "actor/entropy", entropy, len(cut.tokens))
+    _add_gradients(terms, parameters, output)
+
+
+def _add_gradients(terms: dict[str, Tensor], parameters: dict[str, Tensor], output: BackwardOutput) -> None:
     names, tensors = list(parameters), list(parameters.values())
     for number, (bucket, term) in enumerate(terms.items()):
-        gradients = torch.autograd.grad(term, tensors, retain_graph=number + 1 < len(terms))
+        # A value head has no part in a policy loss, nor an output layer's adapter in a value loss.
+        gradients = torch.autograd.grad(
+            term, tensors, retain_graph=number + 1 < len(terms), allow_unused=True, materialize_grads=True
+        )
         kept = output.gradients.get(bucket)
         if not kept:
             output.gradients[bucket] = dict(zip(names, gradients, strict=True))
         else:
             for name, gradient in zip(names, gradients, strict=True):
                 kept[name].add_(gradient)
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[float]:
+    """The sum of each, in float64; one transfer from the device."""
+    with torch.no_grad():
+        values: list[float] = torch.stack([tensor.double().sum() for tensor in tensors]).tolist()
+    return values
+
+
+def needs_entropy_gradient(components: Sequence[Component]) -> bool:
+    """Whether a component moves the entropy, so that the scores of a pass must carry its gradient."""
+    return any(isinstance(component.loss, Entropy) for component in components)
 
 
 def empty_sums(samples: Sequence[Sample], components: Sequence[Component]) -> dict[str, tuple[float, float]]:
@@ -84,14 +109,21 @@ def empty_sums(samples: Sequence[Sample], components: Sequence[Component]) -> di
 
 
 def _inputs(
-    columns: Columns, positions: NDArray[np.int64], component: Component, dtype: torch.dtype
+    cut: Layout, columns: Columns, chosen: NDArray[np.int64], result: TokenScores, at: Tensor
 ) -> TokenInputs:
-    def gather(column: Array) -> Tensor:
-        return torch.from_numpy(column[positions]).to(dtype)
-
-    if isinstance(component.loss, CrossEntropy):
-        return TokenInputs(None, None, gather(columns.weights))
-    return TokenInputs(gather(columns.behavior_logprobs), gather(columns.advantages), None)
+    """What the losses of the tokens `chosen` [n] read; `at` is `chosen` as a tensor on the model's device."""
+    positions = columns.positions(cut)[chosen]
+    _, sequences = np.unique(cut.samples[chosen], return_inverse=True)
+    arrays = {
+        name: torch.from_numpy(column[positions]).to(result.logprobs)
+        for name, column in columns.arrays.items()
+    }
+    return TokenInputs(
+        torch.from_numpy(sequences).to(result.logprobs.device),
+        entropy=result.entropy[at] if len(result.entropy) else None,
+        values=None if result.values is None else result.values[at],
+        **arrays,
+    )
 
 
 def add_metric(metrics: Metrics, name: str, value: float, weight: float) -> None:
@@ -105,7 +137,7 @@ def summarize(output: BackwardOutput, samples: Sequence[Sample], components: Seq
     for component in components:
         total, count = output.loss_sums[component.name]
         add_metric(output.metrics, f"loss/{component.name}", total, count)
-        if component.needs_behavior:
+        if component.is_policy:
             add_metric(output.metrics, "actor/pg_loss", total, count)
     rows = float(len(samples))
     add_metric(output.metrics, "rows/skipped", float(sum(score.skipped for score in output.scores)), rows)

@@ -17,7 +17,7 @@ class Scorer:
         self._base = base
         self._logit_rows = logit_rows
 
-    def score(self, cut: Layout, columns: Columns) -> TokenScores:
+    def score(self, cut: Layout, columns: Columns, *, entropy_gradient: bool = False) -> TokenScores:
         hidden = self._base.decoder(
             input_ids=torch.from_numpy(cut.token_ids),
             position_ids=torch.from_numpy(cut.position_ids) if cut.shared else None,
@@ -34,6 +34,7 @@ class Scorer:
             torch.from_numpy(columns.temperatures[cut.samples]).to(accumulator(weight.dtype)),
             chunk=self._logit_rows,
             entropy=True,
+            entropy_gradient=entropy_gradient,
         )
 
     def _mask(self, cut: Layout) -> Tensor:
