@@ -36,6 +36,9 @@ class TrainerSettings(ServerSettings):
     micro_batch_rows: int = Field(default=0, ge=0)
     share_prefix: bool = True
     max_shared_row_tokens: int = Field(default=384, ge=1)
+    pack_rows: bool = True
+    """Rows of a micro-batch end to end instead of padded below each other (models with full attention and
+    sdpa; others are padded)."""
     logit_rows: int = Field(default=256, ge=1)
     slice_tokens: int = Field(default=1024, ge=1)
     """A Forward or ForwardBackward runs in slices of about so many tokens, padding included; between two of
@@ -76,5 +79,6 @@ class TrainerSettings(ServerSettings):
             share_prefix=self.share_prefix,
             max_shared_row_tokens=self.max_shared_row_tokens,
             logit_rows=self.logit_rows,
+            pack_rows=self.pack_rows,
             slice_tokens=self.slice_tokens,
         )

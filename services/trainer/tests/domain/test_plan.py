@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.trainer.tests.builders import ragged_batch, sample
 
-from opentinker_trainer.domain.plan import PADDING, PlanSettings, layout, plan
+from opentinker_trainer.domain.plan import PADDING, PlanSettings, layout, plan, slices
 from opentinker_trainer.domain.samples import Sample
 
 rows = st.lists(
@@ -24,6 +24,7 @@ launches = st.builds(
     token_budget=st.integers(1, 120),
     max_rows=st.integers(0, 4),
     share_prefix=st.booleans(),
+    pack=st.booleans(),
     max_shared_row_tokens=st.integers(1, 60),
 )
 
@@ -37,15 +38,18 @@ def test_every_loss_token_is_computed_once_from_its_own_past(
     seen: list[tuple[int, int]] = []
     for batch in batches:
         if len(batch.rows) > 1:
-            assert len(batch.rows) * batch.length <= launch.token_budget
+            assert batch.tokens <= launch.token_budget
         assert not launch.max_rows or len(batch.rows) <= launch.max_rows
         cut = layout(batch, samples)
+        assert cut.token_ids.shape == batch.shape
+        assert (PADDING in cut.segments) <= (not launch.pack)
+        ends = np.cumsum(cut.packed_lengths or (batch.shape[1],))
         for source, index, token in zip(cut.sources, cut.samples, cut.tokens, strict=True):
-            row, column = divmod(int(source), batch.length)
-            keys = np.arange(batch.length)
-            visible = (keys <= column) & (
-                (cut.segments[row] == 0) | (cut.segments[row] == cut.segments[row, column])
-            )
+            row, column = divmod(int(source), batch.shape[1])
+            packed_row = int(np.searchsorted(ends, column, side="right"))
+            keys = np.arange(batch.shape[1])
+            visible = (keys <= column) & (keys >= (ends[packed_row - 1] if packed_row else 0))
+            visible &= (cut.segments[row] == 0) | (cut.segments[row] == cut.segments[row, column])
             visible &= cut.segments[row] != PADDING
             # What the column sees is exactly the sample before the token, at its own positions.
             assert cut.token_ids[row, visible].tolist() == samples[index].token_ids[:token].tolist()
@@ -61,7 +65,28 @@ def test_a_group_shares_its_prompt() -> None:
     (batch,) = plan(group, range(8), PlanSettings())
     assert [(row.prefix, row.length) for row in batch.rows] == [(35, 35 + 8 * 12)]
     alone = plan(group, range(8), PlanSettings(share_prefix=False))
-    assert sum(len(b.rows) * b.length for b in alone) == 8 * 47
+    assert sum(b.tokens for b in alone) == 8 * 47
+
+
+def test_packed_rows_have_no_padding() -> None:
+    samples = [sample(3, 5 * length, length) for length in range(1, 9)]
+    total = sum(sample.length for sample in samples)
+    packed = plan(samples, range(8), PlanSettings(token_budget=100))
+    assert sum(batch.tokens for batch in packed) == total
+    assert max(batch.tokens for batch in packed) <= 100
+    padded = plan(samples, range(8), PlanSettings(token_budget=100, pack=False))
+    assert sum(batch.tokens for batch in padded) > total
+
+
+def test_slices_hold_every_micro_batch_once_and_in_order() -> None:
+    samples = [sample(3, 5, seed) for seed in range(20)]
+    batches = plan(samples, range(20), PlanSettings(token_budget=16))
+    cut = slices(batches, 40)
+    assert [batch for run in cut for batch in run] == batches
+    assert [len(run) for run in cut] == [2] * 5
+    # A micro-batch is never cut, however small a slice shall be.
+    assert slices(batches, 1) == [(batch,) for batch in batches]
+    assert slices([], 40) == []
 
 
 def test_short_prefixes_are_not_worth_it() -> None:

@@ -2,8 +2,14 @@
 
 Rows that start with the same untrained tokens (the rollouts of one task) share them: the prefix is laid
 out once, followed by each member's continuation, and attention lets a continuation see the prefix and itself
-only. That is exact, and for groups of short answers it saves most of the work. Free memory, other tenants and
-arrival times have no say, so that a replay computes the same bits.
+only. That is exact, and for groups of short answers it saves most of the work. With `pack` the rows of a
+micro-batch lie end to end in one row of the batch and none sees another: nothing is padded. Without it they
+lie below each other, padded to the longest. Free memory, other tenants and arrival times have no say, so
+that a replay computes the same bits.
+
+Rule for models: sharing and packing need attention to everything before a token in every layer, and packing
+an attention function that takes rows ("sdpa"). Where a model has neither (sliding windows, state spaces),
+rows are single samples, padded.
 """
 
 from collections.abc import Sequence
@@ -24,12 +30,13 @@ class PlanSettings:
     """Launch settings that decide the cut."""
 
     token_budget: int = 512
-    """Most padded tokens in a micro-batch (one row may exceed it alone)."""
+    """Most tokens in a micro-batch, padding included (one row may exceed it alone)."""
     max_rows: int = 0
     """Most rows in a micro-batch; 0: no limit."""
     share_prefix: bool = True
     max_shared_row_tokens: int = 384
     """Longest row that shares a prefix: attention costs the square of it."""
+    pack: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +56,34 @@ class MicroBatch:
     """Rows that go through the model together."""
 
     rows: tuple[Row, ...]
+    packed: bool
+    """The rows lie end to end."""
 
     @property
-    def length(self) -> int:
-        """Padded length."""
-        return max(row.length for row in self.rows)
+    def shape(self) -> tuple[int, int]:
+        """Of the batch: rows and columns, padding included."""
+        lengths = [row.length for row in self.rows]
+        return (1, sum(lengths)) if self.packed else (len(lengths), max(lengths))
 
     @property
     def tokens(self) -> int:
         """Columns that go through the model, padding included."""
-        return len(self.rows) * self.length
+        rows, columns = self.shape
+        return rows * columns
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A micro-batch as arrays. B rows of padded length L; N loss tokens."""
+    """A micro-batch as arrays. B rows of length L, packed (B = 1) or padded; N loss tokens."""
 
     token_ids: NDArray[np.int64]
     """[B, L]; 0 where padded."""
     position_ids: NDArray[np.int64]
     """[B, L]"""
     segments: NDArray[np.int64]
-    """[B, L]: 0 is seen by all that follows, j > 0 by itself, PADDING by none."""
+    """[B, L]: within a row 0 is seen by all that follows, j > 0 by itself, PADDING by none."""
+    packed_lengths: tuple[int, ...]
+    """Lengths of the rows that lie end to end; none where rows are padded."""
     sources: NDArray[np.int64]
     """[N]: flat index into [B, L] of the column whose output predicts the token."""
     samples: NDArray[np.int64]
@@ -89,18 +102,21 @@ def plan(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSetting
     rows = sorted(_rows(samples, wanted, settings), key=lambda row: (-row.length, row.members[0]))
     batches: list[MicroBatch] = []
     open_rows: list[Row] = []
+    size = 0
     for row in rows:
-        # Rows come longest first, so the first one sets the padded length.
+        # Rows come longest first, so the first one sets what the others are padded to.
+        columns = row.length if settings.pack or not open_rows else open_rows[0].length
         full = open_rows and (
-            (len(open_rows) + 1) * open_rows[0].length > settings.token_budget
+            size + columns > settings.token_budget
             or (settings.max_rows and len(open_rows) >= settings.max_rows)
         )
         if full:
-            batches.append(MicroBatch(tuple(open_rows)))
-            open_rows = []
+            batches.append(MicroBatch(tuple(open_rows), settings.pack))
+            open_rows, size, columns = [], 0, row.length
         open_rows.append(row)
+        size += columns
     if open_rows:
-        batches.append(MicroBatch(tuple(open_rows)))
+        batches.append(MicroBatch(tuple(open_rows), settings.pack))
     return batches
 
 
@@ -159,30 +175,34 @@ def _shareable(sample: Sample, settings: PlanSettings, index: int) -> bytes:
 
 def layout(batch: MicroBatch, samples: Sequence[Sample]) -> Layout:
     """Lay a micro-batch out; loss tokens come in the order of rows, members and tokens."""
-    shape = (len(batch.rows), batch.length)
+    shape = batch.shape
     token_ids = np.zeros(shape, np.int64)
     position_ids = np.zeros(shape, np.int64)
     segments = np.full(shape, PADDING, np.int64)
     sources: list[NDArray[np.int64]] = []
     owners: list[NDArray[np.int64]] = []
     tokens: list[NDArray[np.int64]] = []
-    for at, row in enumerate(batch.rows):
+    begin = 0
+    for number, row in enumerate(batch.rows):
+        at, first = (0, begin) if batch.packed else (number, 0)
+        begin += row.length
         if row.prefix:
-            token_ids[at, : row.prefix] = samples[row.members[0]].token_ids[: row.prefix]
-            position_ids[at, : row.prefix] = np.arange(row.prefix)
-            segments[at, : row.prefix] = 0
-        start = row.prefix
-        for number, index in enumerate(row.members):
+            columns = slice(first, first + row.prefix)
+            token_ids[at, columns] = samples[row.members[0]].token_ids[: row.prefix]
+            position_ids[at, columns] = np.arange(row.prefix)
+            segments[at, columns] = 0
+        start = first + row.prefix
+        for member, index in enumerate(row.members):
             sample = samples[index]
             own = sample.length - row.prefix
             columns = slice(start, start + own)
             token_ids[at, columns] = sample.token_ids[row.prefix :]
             position_ids[at, columns] = np.arange(row.prefix, sample.length)
-            segments[at, columns] = number + 1 if row.prefix else 0
+            segments[at, columns] = member + 1 if row.prefix else 0
             # Column of each of the sample's tokens; the one before a token predicts it.
-            where = np.concatenate([np.arange(row.prefix), np.arange(start, start + own)])
+            where = np.concatenate([np.arange(first, first + row.prefix), np.arange(start, start + own)])
             wanted = np.flatnonzero(sample.loss_mask)
-            sources.append(at * batch.length + where[wanted - 1])
+            sources.append(at * shape[1] + where[wanted - 1])
             owners.append(np.full(wanted.shape, index))
             tokens.append(wanted)
             start += own
@@ -190,6 +210,7 @@ def layout(batch: MicroBatch, samples: Sequence[Sample]) -> Layout:
         token_ids,
         position_ids,
         segments,
+        tuple(row.length for row in batch.rows) if batch.packed else (),
         np.concatenate(sources).astype(np.int64),
         np.concatenate(owners).astype(np.int64),
         np.concatenate(tokens).astype(np.int64),

@@ -28,6 +28,7 @@ from opentinker_trainer.engine.objective import (
     needs_entropy_gradient,
     summarize,
 )
+from opentinker_trainer.engine.packing import enable
 from opentinker_trainer.engine.policy import Gradient
 from opentinker_trainer.engine.scoring import Scorer
 
@@ -183,8 +184,7 @@ class Compute:
 
     def __init__(self, base: BaseModel, settings: ComputeSettings) -> None:
         self._scorer = Scorer(base, settings.logit_rows)
-        share = settings.plan.share_prefix and base.full_attention
-        self._settings = replace(settings, plan=replace(settings.plan, share_prefix=share))
+        self._settings = replace(settings, plan=_fitting(settings.plan, base))
 
     def begin_forward(self, samples: Sequence[Sample]) -> ForwardPass:
         """A Forward of which no slice has run."""
@@ -202,6 +202,13 @@ class Compute:
         return BackwardPass(
             self._scorer, samples, components, parameters, self._settings, skip_inert=skip_inert
         )
+
+
+def _fitting(wanted: PlanSettings, base: BaseModel) -> PlanSettings:
+    """The plan's settings without what the model cannot do (the rule of `domain.plan`)."""
+    if not base.full_attention:
+        return replace(wanted, share_prefix=False, pack=False)
+    return replace(wanted, pack=wanted.pack and enable(base.model, base.decoder))
 
 
 def _with_loss_tokens(samples: Sequence[Sample]) -> list[int]:

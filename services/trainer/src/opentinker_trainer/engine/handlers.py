@@ -57,6 +57,7 @@ class EngineHandlers:
             max_rows=request.micro_batch_rows,
             share_prefix=request.share_prefix,
             max_shared_row_tokens=request.max_shared_row_tokens,
+            pack=request.pack_rows,
         )
         self._loaded = TorchEngine(
             EngineSettings(
