@@ -108,9 +108,9 @@ def test_the_whole_batch_is_the_denominator(doubles: World, tmp_path: Path) -> N
 
     doubles.trainer._run = spy  # type: ignore[method-assign]
     result = train(doubles, tmp_path, steps=1)
-    start, *chunks = sent[0][1]
+    assert [method for method, _ in sent] == ["Forward", "ForwardBackward", "OptimStep", "PublishWeights"]
+    start, *chunks = sent[1][1]
     rows = [sample for chunk in chunks for sample in chunk.samples]
-    assert [method for method, _ in sent] == ["ForwardBackward", "OptimStep", "PublishWeights"]
     assert len(rows) == result.metrics[0]["rows/total"] == 8
     assert start.skip_inert_rows
     assert start.losses[0].denominator == sum(row.loss_mask.count(1) for row in rows)

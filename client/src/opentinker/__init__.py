@@ -29,11 +29,12 @@ if TYPE_CHECKING:
         single_turn,
     )
     from opentinker.errors import OpenTinkerError
+    from opentinker.loop.algorithms import GRPO, ActorCritic, Critic, KLPenalty, Overlong
     from opentinker.loop.evaluation import EvaluationResult
     from opentinker.loop.fit import FitResult, fit, fit_async
     from opentinker.loop.loggers import Callback
     from opentinker.loop.play import RunResult, evaluate, evaluate_async, run, run_async
-    from opentinker.loop.settings import GRPO, Evaluation
+    from opentinker.loop.settings import Evaluation
     from opentinker.rollout.agent_loop import Limits
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         SequenceTruncate,
     )
     from opentinker.training.episodes import train_samples
+    from opentinker.training.kl import AdaptiveKL
     from opentinker.training.losses import Component
     from opentinker.training.policy import Policy
     from opentinker.training.policy_losses import (
@@ -82,11 +84,12 @@ _HOMES = {
         "single_turn",
     ),
     "errors": ("OpenTinkerError",),
+    "loop.algorithms": ("GRPO", "ActorCritic", "Critic", "KLPenalty", "Overlong"),
     "loop.evaluation": ("EvaluationResult",),
     "loop.fit": ("FitResult", "fit", "fit_async"),
     "loop.loggers": ("Callback",),
     "loop.play": ("RunResult", "evaluate", "evaluate_async", "run", "run_async"),
-    "loop.settings": ("GRPO", "Evaluation"),
+    "loop.settings": ("Evaluation",),
     "rollout.agent_loop": ("Limits",),
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
@@ -99,6 +102,7 @@ _HOMES = {
         "SequenceMask",
         "SequenceTruncate",
     ),
+    "training.kl": ("AdaptiveKL",),
     "training.losses": ("Component",),
     "training.policy_losses": (
         "CISPO",
@@ -140,13 +144,16 @@ __all__ = [
     "SAPO",
     "TIS",
     "Action",
+    "ActorCritic",
     "AdamW",
+    "AdaptiveKL",
     "Batch",
     "Callback",
     "Cluster",
     "Completion",
     "Component",
     "Content",
+    "Critic",
     "CrossEntropy",
     "Decoupled",
     "Distillation",
@@ -161,11 +168,13 @@ __all__ = [
     "Group",
     "IcePop",
     "ImportanceSampling",
+    "KLPenalty",
     "Limits",
     "LoRA",
     "Message",
     "Observation",
     "OpenTinkerError",
+    "Overlong",
     "Policy",
     "Registered",
     "Reward",

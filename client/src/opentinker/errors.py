@@ -68,6 +68,7 @@ __all__ = [
     "InvalidSample",
     "JobEnded",
     "LaunchFailed",
+    "LogprobMismatch",
     "MessageTooLarge",
     "MissingDependency",
     "NotFound",
@@ -107,6 +108,10 @@ __all__ = [
 
 class JobEnded(Aborted):
     """The job that a policy lives in has ended: failed, cancelled or finished by someone else."""
+
+
+class LogprobMismatch(FailedPrecondition):
+    """Trainer and sampler do not mean the same model: nothing was trained."""
 
 
 class TrainingStopped(Aborted):

@@ -115,7 +115,7 @@ class InferenceDouble(InferenceServiceServicer):
         self, request: inference_service_pb2.GetCapabilitiesRequest, context: Any
     ) -> Any:
         return inference_service_pb2.GetCapabilitiesResponse(
-            context_tokens=self.context_tokens, engine="double"
+            context_tokens=self.context_tokens, engine="double", dtype="float32"
         )
 
     async def GetTokenizer(

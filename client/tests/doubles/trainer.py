@@ -12,10 +12,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 from google.protobuf.message import Message
 
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.status import DETAILS_KEY, StatusData, encode
+from opentinkerapi.runtime.tensors import pack_floats
 from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2
 from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 
@@ -38,6 +40,7 @@ class PolicyState:
     weights: str = ""
     version: int = 0
     step: int = 0
+    skipped: int = 0
     open: list[int] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     headers: list[operation_pb2.OperationHeader] = field(default_factory=list)
@@ -64,6 +67,12 @@ class TrainerDouble(TrainerServiceServicer):
         self.held.set()
         self.fail_seqs: dict[int, StatusData] = {}
         self.metrics: dict[str, tuple[float, float]] = {}
+        self.score: Callable[[str, Any, Any], Any] = sampled
+        """(policy, ForwardStart, TrainSample) -> logprobs; by default those of the inference double."""
+        self.value = 0.25
+        self.skips = 0
+        """How many steps from now on find a gradient that is not finite."""
+        self.dtype = "float32"
         self.watches = 0
 
     async def CreatePolicy(self, request: trainer_service_pb2.CreatePolicyRequest, context: Context) -> Any:
@@ -114,6 +123,11 @@ class TrainerDouble(TrainerServiceServicer):
     ) -> Any:
         operation = await self._log("PublishWeights", request.header, [request], context)
         return trainer_service_pb2.PublishWeightsResponse(operation=operation)
+
+    async def GetCapabilities(
+        self, request: trainer_service_pb2.GetCapabilitiesRequest, context: Context
+    ) -> Any:
+        return trainer_service_pb2.GetCapabilitiesResponse(engine="double", forward_dtype=self.dtype)
 
     async def WatchOperations(
         self, request: trainer_service_pb2.WatchOperationsRequest, context: Context
@@ -174,8 +188,13 @@ class TrainerDouble(TrainerServiceServicer):
             rows = [sample for chunk in messages[1:] for sample in chunk.samples]
             tokens = sum(sample.loss_mask.count(1) for sample in rows)
         if method == "Forward":
+            start = messages[0]
             for sample in rows:
-                done.forward.outputs.add(logprobs=bytes(4 * len(sample.loss_mask)))
+                output = done.forward.outputs.add(logprobs=pack_floats(self.score(state.name, start, sample)))
+                if start.return_values:
+                    output.values = pack_floats(self.value * _mask(sample))
+                if start.return_entropy:
+                    output.entropy = pack_floats(_mask(sample))
         elif method == "ForwardBackward":
             done.forward_backward.trained_tokens = tokens
             for loss in messages[0].losses:
@@ -197,6 +216,14 @@ class TrainerDouble(TrainerServiceServicer):
                 )
                 return
             state.open.clear()
+            if self.skips:
+                self.skips -= 1
+                state.skipped += 1
+                done.optim_step.step = state.step
+                done.optim_step.skipped = True
+                done.optim_step.consecutive_skips = state.skipped
+                return
+            state.skipped = 0
             state.step += 1
             state.absorb("step", request.adamw.SerializeToString(deterministic=True), request.clip_norm)
             done.optim_step.step = state.step
@@ -212,6 +239,15 @@ class TrainerDouble(TrainerServiceServicer):
             done.publish_weights.version.policy = state.name
             done.publish_weights.version.version = state.version
             done.publish_weights.version.sha256 = hashlib.sha256(state.weights.encode()).hexdigest()
+
+
+def sampled(policy: str, start: Any, sample: Any) -> Any:
+    """-0.5 at every loss token."""
+    return -0.5 * _mask(sample)
+
+
+def _mask(sample: Any) -> Any:
+    return np.frombuffer(sample.loss_mask, dtype=np.uint8).astype(np.float32)
 
 
 async def _parts(requests: AsyncIterator[Any]) -> tuple[Any, list[Any]]:

@@ -1,8 +1,8 @@
 """`fit()`: reinforcement learning of a policy in an environment, in one call.
 
-Written with what the package offers everybody (`create_policy`, `rollouts`, `train_samples`,
+Written with what the package offers everybody (`create_policy`, `rollouts`, `train_samples`, `forward`,
 `forward_backward`, `optim_step`, `publish`, `save_checkpoint`, `evaluate`): `train` below is the loop to
-copy and change.
+copy and change, `opentinker.loop.learner` what it does with a batch.
 
 Whatever dies on the way (trainer, inference server, environment worker, scheduler) is waited for; seeds and
 request ids depend on the run and the step only, so on a deterministic engine the run ends with the same
@@ -21,22 +21,24 @@ from opentinker.connection.cluster import Cluster, active_cluster
 from opentinker.environments.base import check_class
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.loop import metrics as measure
+from opentinker.loop.algorithms import GRPO, Algorithm, Schedule
 from opentinker.loop.evaluation import EvaluationResult, play_held_out
+from opentinker.loop.learner import Learner
 from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.loop.recorder import Recorder
-from opentinker.loop.settings import GRPO, LEARNING_RATE, Evaluation, Plan, Schedule, refuse_later
+from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_later
 from opentinker.rollout.agent_loop import Limits
 from opentinker.rollout.rollouts import TRAIN, Rollouts
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling import identity
 from opentinker.sampling.params import SamplingParams
-from opentinker.training.episodes import train_samples
 from opentinker.training.policy import Policy
 from opentinker.training.results import Checkpoint
-from opentinker.training.samples import TrainSamples
-from opentinker.training.tuning import AdamW, LoRA, ServerOptions
+from opentinker.training.tuning import AdamW, LoRA, ServerOptions, Tuning
 
 CLIP_NORM = 1.0
+
+_Recorder = Recorder[EvaluationResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class FitResult:
     """The last one saved."""
     stopped: str = ""
     """Why it ended before its last step, if it did."""
+    critic: Policy | None = None
+    """The critic's own policy, where the algorithm has one."""
 
     @property
     def version(self) -> int:
@@ -74,8 +78,8 @@ def fit(
     env: EnvironmentSpec,
     model: str,
     *,
-    tuning: LoRA | None = None,
-    algorithm: GRPO | None = None,
+    tuning: Tuning | None = None,
+    algorithm: Algorithm | None = None,
     groups_per_step: int = 8,
     steps: int = 40,
     learning_rate: Schedule = LEARNING_RATE,
@@ -96,22 +100,29 @@ def fit(
     inference: ServerOptions | None = None,
     stop_after_constant: int = 10,
     stop_after_skipped: int = 5,
+    logprob_check: float | bool = True,
     progress: bool | None = None,
     cluster: Cluster | None = None,
     **later: Any,
 ) -> FitResult:
-    """Train a LoRA policy over `model` in `env` and block until it is done.
+    """Train a policy over `model` in `env` and block until it is done.
 
     Each step plays `groups_per_step` groups of `algorithm.group_size` episodes of one task, takes one
-    optimizer step on them and publishes the weights. `learning_rate` is a number or a function of the step
-    (1, 2, 3 ...); the rest of the optimizer is `optimizer` (default: gradient norm clipped at 1). The loss
-    is divided by the loss tokens of the whole batch, rows that cannot contribute included. `env` is an
-    environment class, played in this process, or the name of a hosted one. Without a `cluster` the
-    innermost open one is used, or an embedded stack is started.
+    optimizer step on them (more where the algorithm has epochs or mini-batches) and publishes the weights.
+    `tuning` says what is trained: LoRA(...) (default) or Full(...). `learning_rate` is a number or a function
+    of the step (1, 2, 3 ...); the rest of the optimizer is `optimizer` (default: gradient norm clipped at 1).
+    The loss is divided by the loss tokens of the whole batch, rows that cannot contribute included, unless
+    the algorithm aggregates in another way. `env` is an environment class, played in this process, or the
+    name of a hosted one. Without a `cluster` the innermost open one is used, or an embedded stack is started.
+
+    Before its first update the run compares trainer and sampler on tokens of its own first batch and refuses
+    to train with LogprobMismatch where their mean logprobs differ by more than 1e-3 (both float32), otherwise
+    0.08. `logprob_check` is another bound, or False.
 
     A batch in which no group's rewards differ takes no step; after `stop_after_constant` of them in a row
     the run stops (`FitResult.stopped` says so). TrainingStopped after `stop_after_skipped` steps in a row
-    whose gradient was not finite. Options of later versions are refused by name with UnsupportedOption.
+    whose gradient was not finite, naming the last good checkpoint. Options of later versions are refused by
+    name with UnsupportedOption.
     """
     plan = _plan(locals())
     chosen = cluster if cluster is not None else active_cluster()
@@ -129,10 +140,12 @@ async def fit_async(
 
 async def train(plan: Plan, cluster: Cluster) -> FitResult:
     """The loop. Runs on the client's event loop."""
-    async with await Recorder.open(plan, cluster) as recorder:
+    async with await _Recorder.open(
+        plan, cluster, steps=plan.steps, reply_limit=plan.sampling.max_tokens
+    ) as recorder:
         policy = await cluster.create_policy(
             plan.model,
-            tuning=plan.tuning,
+            tuning=plan.policy_tuning,
             seed=identity.seed(plan.seed, "adapter"),
             name=plan.name,
             trainer=plan.trainer,
@@ -140,6 +153,15 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             run=recorder.run,
         )
         await recorder.working_on(policy.job.name)
+        critic = None
+        if plan.critic_tuning is not None:
+            critic = await cluster.create_policy(
+                plan.model,
+                tuning=plan.critic_tuning,
+                seed=identity.seed(plan.seed, "critic"),
+                name=f"{plan.name} critic".strip(),
+                beside=policy,
+            )
         batches = Rollouts(
             policy,
             plan.env,
@@ -154,7 +176,7 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             scope=recorder.run,
         )
         try:
-            stopped = await _steps(plan, policy, batches, recorder)
+            stopped = await _steps(plan, Learner(plan, policy, critic), policy, batches, recorder)
         finally:
             await batches.close()
         result = FitResult(
@@ -166,32 +188,33 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             recorder.evaluations,
             policy.checkpoint,
             stopped,
+            critic,
         )
         for callback in plan.callbacks:
             callback.on_end(result)
     return result
 
 
-async def _steps(plan: Plan, policy: Policy, batches: Rollouts, recorder: Recorder) -> str:
+async def _steps(plan: Plan, learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder) -> str:
     """All steps, with what is due between them. Returns why it stopped early, if it did."""
     await _evaluate(plan, policy, recorder, 0)
     constant = 0
     for step in range(1, plan.steps + 1):
         started = time.monotonic()
         batch = await anext(batches)
-        samples = train_samples(batch, plan.algorithm.advantage, zero_variance=plan.algorithm.zero_variance)
-        row = measure.of_batch(batch, policy.version) | samples.metrics
-        if samples.inert:
-            constant += 1
+        row = measure.of_batch(batch, policy.version)
+        learned = await learner.learn(batch, step)
+        row |= learned.row | {"training/skipped": float(not learned.updated)}
+        constant = constant + 1 if learned.inert else 0
+        if not learned.updated:
             recorder.note(f"step {step} skipped: {_why_inert(batch)}")
-            row |= {"training/skipped": 1.0}
-        else:
-            constant = 0
-            row |= await _update(plan, policy, samples, step) | {"training/skipped": 0.0}
         recorder.step(step, _timed(row, time.monotonic() - started))
-        if plan.checkpoint_every is not None and step % plan.checkpoint_every == 0:
-            await _save(policy, batches, recorder, step)
-        stop = _stop(plan, policy, row, constant)
+        due = plan.checkpoint_every is not None and step % plan.checkpoint_every == 0
+        # A step whose gradient was not finite changed nothing, and may be the first of many: the last good
+        # state is the one before.
+        if due and not row.get("training/nonfinite_skips"):
+            await _save(learner, policy, batches, recorder, step)
+        stop = await _stop(plan, learner, policy, batches, recorder, step, row, constant)
         last = step == plan.steps or bool(stop)
         if last or (plan.evaluation and plan.evaluation.every and step % plan.evaluation.every == 0):
             await _evaluate(plan, policy, recorder, step)
@@ -201,28 +224,7 @@ async def _steps(plan: Plan, policy: Policy, batches: Rollouts, recorder: Record
     return ""
 
 
-async def _update(plan: Plan, policy: Policy, samples: TrainSamples, step: int) -> dict[str, float]:
-    """One optimizer step and the new version: three operations under way at once, in order."""
-    started = time.monotonic()
-    optimizer = plan.optimizer_at(step)
-    gradient = policy.forward_backward(
-        samples, plan.algorithm.loss, denominator=float(samples.loss_tokens), skip_inert=True
-    )
-    update = policy.optim_step(optimizer)
-    publication = policy.publish()
-    learned, stepped = await gradient, await update
-    updated = time.monotonic()
-    version = await publication
-    loading = await policy.load(version.version)
-    return measure.of_update(samples, learned, stepped, optimizer.lr) | {
-        "timing_s/update_actor": updated - started,
-        "timing_s/update_weights": time.monotonic() - updated,
-        "timing_s/engine_update_actor": learned.engine_seconds + stepped.engine_seconds,
-        "timing_s/engine_update_weights": version.engine_seconds + loading,
-    }
-
-
-async def _evaluate(plan: Plan, policy: Policy, recorder: Recorder, step: int) -> None:
+async def _evaluate(plan: Plan, policy: Policy, recorder: _Recorder, step: int) -> None:
     if plan.evaluation is None:
         return
     result = await play_held_out(
@@ -241,22 +243,35 @@ async def _evaluate(plan: Plan, policy: Policy, recorder: Recorder, step: int) -
     recorder.evaluated(step, result)
 
 
-async def _save(policy: Policy, batches: Rollouts, recorder: Recorder, step: int) -> None:
-    checkpoint = await policy.save_checkpoint(f"step {step}")
+async def _save(learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder, step: int) -> None:
+    saved = await learner.save(f"step {step}")
     state = {"next_ordinal": batches.next_ordinal, "version": policy.version, "optimizer_step": policy.step}
-    await recorder.saved(step, checkpoint, state)
+    await recorder.saved(step, saved, state | learner.state())
 
 
-def _stop(plan: Plan, policy: Policy, row: Mapping[str, float], constant: int) -> str:
+async def _stop(
+    plan: Plan,
+    learner: Learner,
+    policy: Policy,
+    batches: Rollouts,
+    recorder: _Recorder,
+    step: int,
+    row: Mapping[str, float],
+    constant: int,
+) -> str:
     """Why to end now, or nothing. TrainingStopped where what is left is of no use."""
     if constant >= plan.stop_after_constant:
         return f"stopped: no group had rewards that differ, {constant} steps in a row"
     if row.get("training/nonfinite_skips", 0.0) >= plan.stop_after_skipped:
-        saved = policy.checkpoint.name if policy.checkpoint else "none was saved"
+        if policy.checkpoint is None:
+            # Skipped steps changed nothing: this is the state before the first of them.
+            await _save(learner, policy, batches, recorder, step)
+        assert policy.checkpoint is not None
         raise errors.TrainingStopped(
             f"the gradient was not finite for {plan.stop_after_skipped} steps in a row; "
-            f"last checkpoint: {saved}",
+            f"last good checkpoint: {policy.checkpoint.name} (optimizer step {policy.checkpoint.step})",
             reason=None,
+            metadata={"checkpoint": policy.checkpoint.name},
         )
     return ""
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling.params import StopReason
-from opentinker.training.results import ForwardBackwardResult, StepResult
+from opentinker.training.results import ForwardBackwardResult, Metrics, StepResult, Sum
 from opentinker.training.samples import TrainSamples
 
 
@@ -48,29 +48,94 @@ def of_batch(batch: Batch, trainer_version: int) -> dict[str, float]:
 
 
 def of_update(
-    samples: TrainSamples, gradient: ForwardBackwardResult, update: StepResult, learning_rate: float
+    samples: TrainSamples,
+    gradients: Sequence[ForwardBackwardResult],
+    updates: Sequence[StepResult],
+    learning_rate: float,
 ) -> dict[str, float]:
-    """What was learned: losses, KL, gradient, and how far trainer and sampler are apart."""
-    metrics = {name: value.mean for name, value in gradient.metrics.items()}
-    ratio, squared = (
-        gradient.metrics.get("rollout_corr/ratio"),
-        gradient.metrics.get("rollout_corr/ratio_squared"),
-    )
+    """What was learned: losses, KL, gradient, and how far trainer and sampler are apart, over all optimizer
+    steps on the batch. Sums and weights are added before the mean is taken, so it is one of tokens.
+    """
+    totals = added([gradient.metrics for gradient in gradients])
+    metrics = {name: value.mean for name, value in totals.items()}
+    ratio, squared = totals.get("rollout_corr/ratio"), totals.get("rollout_corr/ratio_squared")
     if ratio is not None and squared is not None and squared.mean > 0:
         metrics["rollout_corr/ess"] = ratio.mean**2 / squared.mean
-    for name, part in gradient.components.items():
+    for name, part in added([gradient.components for gradient in gradients]).items():
         metrics.setdefault(f"loss/{name}", part.mean)
-    metrics |= {name: value.mean for name, value in update.metrics.items()}
-    return metrics | {
-        "actor/grad_norm": update.grad_norm,
-        "actor/lr": learning_rate,
-        "training/optimizer_step": float(update.step),
-        "training/nonfinite_skips": float(update.consecutive_skips),
+    metrics |= {
         "tokens/loss": float(samples.loss_tokens),
-        "tokens/trained": float(gradient.trained_tokens),
+        "tokens/trained": float(sum(gradient.trained_tokens for gradient in gradients)),
         "rows/total": float(len(samples)),
         "rows/trained": float(sum(not sample.inert for sample in samples)),
+        "timing_s/engine_update_actor": engine_seconds(gradients, updates),
     }
+    if not updates:
+        return metrics
+    metrics |= {name: value.mean for name, value in added([update.metrics for update in updates]).items()}
+    return metrics | {
+        "actor/grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "actor/lr": learning_rate,
+        "actor/updates": float(len(updates)),
+        "training/optimizer_step": float(updates[-1].step),
+        "training/nonfinite_skips": float(updates[-1].consecutive_skips),
+    }
+
+
+def of_critic(
+    gradients: Sequence[ForwardBackwardResult], updates: Sequence[StepResult], learning_rate: float
+) -> dict[str, float]:
+    """What a critic with a policy of its own learned. What its trainer says of the policy's logprobs is left
+    out: they are nobody's.
+    """
+    totals = added([gradient.metrics for gradient in gradients])
+    metrics = {
+        name: value.mean for name, value in totals.items() if name.startswith(("critic/", "loss/value"))
+    }
+    for name, part in added([gradient.components for gradient in gradients]).items():
+        metrics.setdefault(f"loss/{name}", part.mean)
+    return metrics | {
+        "critic/grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "critic/lr": learning_rate,
+        "critic/nonfinite_skips": float(updates[-1].consecutive_skips),
+        "timing_s/engine_update_critic": engine_seconds(gradients, updates),
+    }
+
+
+def of_values(samples: TrainSamples) -> dict[str, float]:
+    """What the critic said of the batch before it learned from it, and what it should have said."""
+    masks = [np.asarray(row.loss_mask, dtype=bool) for row in samples]
+    values, returns = (
+        np.concatenate(
+            [
+                np.asarray(getattr(row, name), dtype=np.float64)[mask]
+                for row, mask in zip(samples, masks, strict=True)
+            ]
+        )
+        for name in ("old_values", "returns")
+    )
+    variance = float(returns.var())
+    explained = 1.0 - float((returns - values).var()) / variance if variance else 0.0
+    return {
+        **spread("critic/values", values),
+        **spread("critic/returns", returns),
+        "critic/vf_explained_var": explained,
+    }
+
+
+def engine_seconds(gradients: Sequence[ForwardBackwardResult], updates: Sequence[StepResult]) -> float:
+    """Time inside the engine process."""
+    return sum(each.engine_seconds for each in gradients) + sum(each.engine_seconds for each in updates)
+
+
+def added(results: Sequence[Metrics]) -> dict[str, Sum]:
+    """Sums and weights of several results, by name."""
+    totals: dict[str, Sum] = {}
+    for result in results:
+        for name, value in result.items():
+            known = totals.get(name, Sum(0.0, 0.0))
+            totals[name] = Sum(known.sum + value.sum, known.weight + value.weight)
+    return totals
 
 
 def spread(name: str, values: Sequence[float] | Iterable[float]) -> dict[str, float]:

@@ -1,51 +1,23 @@
 """What `fit()` can be told, checked before anything is started."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
+from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
 from opentinker.rollout.agent_loop import Limits
 from opentinker.sampling.params import SamplingParams
-from opentinker.training.advantages import Advantage, grpo
-from opentinker.training.losses import PPO, Loss
-from opentinker.training.tuning import AdamW, LoRA, ServerOptions
+from opentinker.training.limits import above
+from opentinker.training.losses import CrossEntropy
+from opentinker.training.policy import Policy
+from opentinker.training.tuning import AdamW, Full, LoRA, ServerOptions, Tuning
 
 LEARNING_RATE = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class GRPO:
-    """Group-relative policy optimization: G episodes of each task are compared with each other.
-
-    `ddof` and `eps` are those of `advantages.grpo`. Groups whose rewards are all equal teach nothing: with
-    `zero_variance` "keep" their tokens count in the loss's denominator, with "drop" they do not.
-    """
-
-    group_size: int = 8
-    loss: Loss = field(default_factory=PPO)
-    eps: float = 1e-6
-    ddof: int = 1
-    singleton: Literal["zero", "raw"] = "zero"
-    zero_variance: Literal["keep", "drop"] = "keep"
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise invalid("group_size", f"must be at least 1, not {self.group_size}")
-        if not isinstance(self.loss, Loss):
-            raise invalid("loss", f"{self.loss!r} is none of ImportanceSampling(), PPO() and CrossEntropy()")
-        grpo([0.0, 1.0], ["a", "a"], eps=self.eps, ddof=self.ddof, singleton=self.singleton)
-        if self.zero_variance not in ("keep", "drop"):
-            raise invalid("zero_variance", f"must be 'keep' or 'drop', not {self.zero_variance!r}")
-
-    @property
-    def advantage(self) -> Advantage:
-        """Rewards and groups to advantages."""
-        return partial(grpo, eps=self.eps, ddof=self.ddof, singleton=self.singleton)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +45,36 @@ class Evaluation:
             raise invalid("evaluation.tasks", f"must be at least 1, not {self.tasks}")
 
 
-Schedule = float | Callable[[int], float]
-"""A learning rate, or a pure function of the step (1, 2, 3 ...), so that resuming needs no state."""
-
 LATER = {
     "max_staleness": "asynchronous rollouts",
     "resume": "resuming a run",
     "curriculum": "curricula",
-    "reference": "a KL term to a reference policy",
-    "kl": "a KL term to a reference policy",
-    "critic": "a value model",
     "opponents": "multi-agent episodes",
-    "off_policy_correction": "off-policy corrections",
-    "entropy_coefficient": "an entropy bonus",
-    "epochs_per_batch": "several passes over a batch",
     "stragglers": "straggler policies",
 }
 """Options of fit() that belong to later versions, by what they are."""
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "max_staleness": (0,),
-    "resume": (None, False),
-    "epochs_per_batch": (1,),
-    "entropy_coefficient": (0, None),
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"max_staleness": (0,), "resume": (None, False)}
+
+OF_THE_ALGORITHM = {
+    "reference": "algorithm=ot.GRPO(kl=ot.KLPenalty(reference=...))",
+    "kl": "algorithm=ot.GRPO(kl=ot.KLPenalty(...))",
+    "critic": "algorithm=ot.ActorCritic(critic=ot.Critic(...))",
+    "off_policy_correction": "algorithm=ot.GRPO(off_policy_correction=...)",
+    "entropy_coefficient": "algorithm=ot.GRPO(entropy_coefficient=...)",
+    "epochs": "algorithm=ot.GRPO(epochs=...)",
+    "mini_batches": "algorithm=ot.GRPO(mini_batches=...)",
+    "advantage": "algorithm=ot.GRPO(advantage=...)",
+    "loss": "algorithm=ot.GRPO(loss=...)",
 }
+"""What people look for in fit() and find in its algorithm."""
 
 
 def refuse_later(options: Mapping[str, Any]) -> None:
     """UnsupportedOption for options of later versions, InvalidArgument for names that do not exist."""
     for name, value in options.items():
+        if name in OF_THE_ALGORITHM:
+            raise invalid(name, f"is an option of the algorithm: fit({OF_THE_ALGORITHM[name]})")
         if name not in LATER:
             known = ", ".join(sorted(each.name for each in fields(Plan) if each.name != "cluster"))
             raise InvalidArgument(
@@ -119,8 +92,8 @@ class Plan:
 
     env: EnvironmentSpec
     model: str
-    tuning: LoRA
-    algorithm: GRPO
+    tuning: Tuning
+    algorithm: Algorithm
     groups_per_step: int
     steps: int
     learning_rate: Schedule
@@ -141,33 +114,65 @@ class Plan:
     inference: ServerOptions | None
     stop_after_constant: int
     stop_after_skipped: int
+    logprob_check: float | bool
     progress: bool | None
 
     def __post_init__(self) -> None:
-        for name, kind in {
-            "tuning": LoRA,
-            "algorithm": GRPO,
-            "optimizer": AdamW,
-            "sampling": SamplingParams,
-        }.items():
+        kinds: dict[str, tuple[type, ...]] = {
+            "tuning": (LoRA, Full),
+            "algorithm": (GRPO, ActorCritic),
+            "optimizer": (AdamW,),
+            "sampling": (SamplingParams,),
+        }
+        for name, allowed in kinds.items():
             value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise unsupported(name, f"{value!r}: this version has {kind.__name__}(...) only")
+            if not isinstance(value, allowed):
+                known = " and ".join(f"{kind.__name__}(...)" for kind in allowed)
+                raise unsupported(name, f"{value!r}: this version has {known} only")
         for name in ("groups_per_step", "steps", "stop_after_constant", "stop_after_skipped"):
             if getattr(self, name) < 1:
                 raise invalid(name, f"must be at least 1, not {getattr(self, name)}")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise invalid("checkpoint_every", f"must be at least 1 or None, not {self.checkpoint_every}")
-        if not self.sampling.full_support and "logprobs" in self.algorithm.loss.needs:
+        if not self.sampling.full_support and not isinstance(self.algorithm.loss, CrossEntropy):
             raise unsupported(
                 "sampling",
                 "losses with an importance ratio need every token to be possible: leave top_p, top_k, min_p, "
                 "penalties, bad_words and logit_bias at their defaults",
             )
+        self._check_algorithm()
         if self.sampling.temperature == 0:
             raise invalid(
                 "sampling.temperature", "must be above 0 in training: greedy episodes of a task are equal"
             )
+
+    def _check_algorithm(self) -> None:
+        """What an algorithm needs of the other options."""
+        algorithm = self.algorithm
+        if self.sampling.max_tokens is None:
+            if algorithm.aggregation == "seq_mean_token_sum_norm" and algorithm.aggregation_tokens is None:
+                raise invalid(
+                    "algorithm.aggregation_tokens", "is needed where sampling.max_tokens is not set"
+                )
+            if algorithm.overlong is not None and algorithm.overlong.max_tokens is None:
+                raise invalid("algorithm.overlong", "needs max_tokens where sampling has none")
+        if self.tuning.value_head and not isinstance(algorithm, ActorCritic):
+            raise invalid("tuning.value_head", f"{type(algorithm).__name__} trains no value head")
+        if self.logprob_check is not True and self.logprob_check is not False:
+            above("logprob_check", self.logprob_check, 0.0)
+
+    @property
+    def policy_tuning(self) -> Tuning:
+        """Of the trained policy: with a value head where it is its own critic."""
+        shared = isinstance(self.algorithm, ActorCritic) and self.algorithm.critic.shared
+        return replace(self.tuning, value_head=shared)
+
+    @property
+    def critic_tuning(self) -> Tuning | None:
+        """Of the critic's own policy; None where it has none."""
+        if not isinstance(self.algorithm, ActorCritic) or self.algorithm.critic.shared:
+            return None
+        return replace(self.algorithm.critic.tuning or self.tuning, value_head=True)
 
     def optimizer_at(self, step: int) -> AdamW:
         """The optimizer of a step (1, 2, 3 ...)."""
@@ -191,6 +196,7 @@ class Plan:
             "sampling": _plain(self.sampling),
             "seed": self.seed,
             "checkpoint_every": self.checkpoint_every,
+            "logprob_check": self.logprob_check,
         }
 
 
@@ -199,8 +205,17 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return value.name
+    if isinstance(value, partial):
+        return {
+            "function": _value(value.func),
+            **{name: _value(item) for name, item in value.keywords.items()},
+        }
     if hasattr(value, "__dataclass_fields__"):
         return {"name": type(value).__name__, **_plain(value)}
     if isinstance(value, Mapping):
         return {str(key): _value(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return [_value(item) for item in value]
+    return getattr(value, "__name__", repr(value)) if callable(value) else value
