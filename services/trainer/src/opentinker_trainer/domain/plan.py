@@ -14,6 +14,7 @@ rows are single samples, padded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,10 +121,22 @@ def plan(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSetting
     return batches
 
 
-def slices(batches: Sequence[MicroBatch], tokens: int) -> list[tuple[MicroBatch, ...]]:
-    """Runs of micro-batches of about `tokens` padded tokens, at least one micro-batch each."""
-    found: list[tuple[MicroBatch, ...]] = []
-    run: list[MicroBatch] = []
+class Sized(Protocol):
+    """What a slice is made of."""
+
+    @property
+    def tokens(self) -> int:
+        """Columns that go through the model, padding included."""
+        ...
+
+
+SizedT = TypeVar("SizedT", bound=Sized)
+
+
+def slices(batches: Sequence[SizedT], tokens: int) -> list[tuple[SizedT, ...]]:
+    """Runs of micro-batches of about `tokens` tokens, at least one micro-batch each."""
+    found: list[tuple[SizedT, ...]] = []
+    run: list[SizedT] = []
     size = 0
     for batch in batches:
         if run and size + batch.tokens > tokens:
