@@ -122,7 +122,7 @@ def test_messages_have_openais_shape() -> None:
     # What the model got wrong stays as it is.
     assert ToolCall("f", '{"x":').to_dict()["function"]["arguments"] == '{"x":'
     with pytest.raises(InvalidEpisodeData, match="no text form"):
-        Message("user", Image(b"x")).to_dict()
+        Message("user", Array.of(np.zeros(2))).to_dict()
 
 
 def test_images_and_arrays_that_cannot_travel_are_refused() -> None:
@@ -130,7 +130,7 @@ def test_images_and_arrays_that_cannot_travel_are_refused() -> None:
     assert np.array_equal(array.numpy(), np.arange(6).reshape(2, 3))
     for make in (
         lambda: Image(b"x", "image/bmp"),
-        lambda: Image(bytes(2 * 1024 * 1024 + 1)),
+        lambda: Image(bytes(16 * 1024 * 1024 + 1)),
         lambda: Array.of(np.zeros(2, dtype=np.float16)),
         lambda: Array.of(np.zeros(600_000, dtype=np.float32)),
     ):

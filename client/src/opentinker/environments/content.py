@@ -18,6 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 DTYPES = ("float32", "float64", "int32", "int64", "bool", "uint8")
 INLINE_MAX_BYTES = 2 * 1024 * 1024
+IMAGE_MAX_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An encoded image, at most 2 MiB."""
+    """An encoded image, at most 16 MiB (2 MiB from a hosted environment)."""
 
     data: bytes
     media_type: str = "image/png"
@@ -52,7 +53,7 @@ class Image:
     def __post_init__(self) -> None:
         if self.media_type not in IMAGE_TYPES:
             raise InvalidEpisodeData(f"media_type {self.media_type!r} is none of {', '.join(IMAGE_TYPES)}")
-        _check_size("an image", self.data)
+        _check_size("an image", self.data, IMAGE_MAX_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,23 @@ class Content:
         """Whether `text` gives all of it."""
         return all(isinstance(part, Text | Json) for part in self.parts)
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Image))
+
+    def for_template(self) -> str | list[dict[str, str]]:
+        """As chat templates take it: a text, or where there are images a list of parts.
+
+        An image is said to be there and no more. InvalidEpisodeData if there are arrays.
+        """
+        if not self.images:
+            return self.text
+        return [
+            {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": Content((part,)).text}
+            for part in self.parts
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -192,8 +210,8 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """In OpenAI's shape, as chat templates take it. InvalidEpisodeData if the content is not all text."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content.text}
+        """In OpenAI's shape, as chat templates take it. InvalidEpisodeData if the content holds arrays."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content.for_template()}
         if self.tool_calls:
             message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
         if self.tool_call_id:
@@ -203,9 +221,9 @@ class Message:
         return message
 
 
-def _check_size(what: str, data: bytes) -> None:
-    if len(data) > INLINE_MAX_BYTES:
-        raise InvalidEpisodeData(f"{what} of {len(data)} bytes is over the {INLINE_MAX_BYTES} that travel")
+def _check_size(what: str, data: bytes, most: int = INLINE_MAX_BYTES) -> None:
+    if len(data) > most:
+        raise InvalidEpisodeData(f"{what} of {len(data)} bytes is over the {most} that travel")
 
 
 def _tool_call(value: ToolCall | Mapping[str, Any]) -> ToolCall:

@@ -24,6 +24,7 @@ from opentinker.environments.types import Action, EndReason, StepResult
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Segment, Trajectory, Turn
 from opentinker.sampling.params import Completion, StopReason
+from opentinker.sampling.prompt import Prompt, images_of
 
 _R = TypeVar("_R")
 
@@ -65,6 +66,7 @@ class _Tokens:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids = list(prompt)
+        self.images = list(images_of(prompt))
         self.mask = [0] * len(prompt)
         self.logprobs: list[float] = [0.0] * len(prompt)
         self.spans: list[tuple[int, int, int]] = []
@@ -80,9 +82,14 @@ class _Tokens:
 
     def observed(self, ids: Sequence[int]) -> None:
         """Append what the environment said."""
+        self.images += [image.shifted(len(self.ids)) for image in images_of(ids)]
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
+
+    def prompt(self) -> Prompt:
+        """All of it so far, to be continued."""
+        return Prompt(self.ids, self.images)
 
     def freeze(self) -> Segment:
         """Cut off what nobody spoke after: it trains nothing."""
@@ -92,6 +99,7 @@ class _Tokens:
             tuple(self.mask[:end]),
             np.asarray(self.logprobs[:end], dtype=np.float32),
             tuple(self.spans),
+            tuple(image for image in self.images if image.end <= end),
         )
 
 
@@ -132,7 +140,7 @@ class AgentLoop:
         self._error = ""
         self._deadline = time.monotonic() + limits.wall_clock_s if limits.wall_clock_s else None
 
-    async def begin(self) -> list[int] | None:
+    async def begin(self) -> Prompt | None:
         """The first prompt; None if the environment did not get that far."""
         observation = await self._guarded(self._session.begin())
         if observation is None:
@@ -140,7 +148,7 @@ class AgentLoop:
         self._messages += observation.as_messages()
         self._tokens = _Tokens(self._renderer.first(self._messages))
         self.state = LoopState.GENERATING
-        return list(self._tokens.ids)
+        return self._tokens.prompt()
 
     async def play(self) -> Trajectory:
         """Go on to the end, and close the episode."""
@@ -162,7 +170,7 @@ class AgentLoop:
             return None
         try:
             async with asyncio.timeout(self._seconds_left()):
-                return await self._generate(len(self._turns), self._tokens.ids, room or 0)
+                return await self._generate(len(self._turns), self._tokens.prompt(), room or 0)
         except TimeoutError:
             self._stop(EndReason.EPISODE_TIMEOUT)
         except errors.PromptTooLong as error:

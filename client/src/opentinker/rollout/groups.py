@@ -22,6 +22,7 @@ from opentinker.rollout.trajectory import Group
 from opentinker.sampling import identity
 from opentinker.sampling.meter import EngineMeter
 from opentinker.sampling.params import Completion, SamplingParams
+from opentinker.sampling.prompt import Prompt
 from opentinker.sampling.sampler import CompletionSource
 
 
@@ -94,7 +95,7 @@ class GroupPlayer:
         return Group(self._id, play.ordinal, play.task, env_seed, tuple(trajectories))
 
     @contextlib.asynccontextmanager
-    async def _first_turn(self, prompts: Sequence[list[int] | None], room: int | None) -> AsyncIterator[None]:
+    async def _first_turn(self, prompts: Sequence[Prompt | None], room: int | None) -> AsyncIterator[None]:
         """One request for the first turn of all members, if they see the same."""
         prompt = next((prompt for prompt in prompts if prompt is not None), None)
         if prompt is None or len(prompts) < 2 or any(other not in (None, prompt) for other in prompts):
@@ -110,7 +111,7 @@ class GroupPlayer:
             with contextlib.suppress(asyncio.CancelledError):
                 await sampling
 
-    async def _sample_shared(self, prompt: list[int], room: int) -> None:
+    async def _sample_shared(self, prompt: Prompt, room: int) -> None:
         """Hand out the completions of the first turn as they finish; no member waits for another."""
         try:
             async for completion in self._sample(prompt, room, member=0, turn=0, n=len(self._shared)):

@@ -4,12 +4,17 @@ What a policy sampled is never tokenized again. The first prompt is the chat tem
 the ids so far followed by the tokens that the template puts between the reply and the policy's next turn.
 Where the template rewrote what came before (it strips reasoning, trims replies, merges messages) there is
 no such continuation: `follow` says so by None, and a new segment begins with a fresh prompt.
+
+Where the template writes one placeholder for an image, the prompt has as many as the model will see.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from opentinker.environments.content import Message
+from opentinker import errors
+from opentinker.environments.content import Image, Message
+from opentinker.sampling.prompt import PlacedImage, Prompt
+from opentinkerapi.runtime.images import ImageError, ImageSettings, check_size
 
 Rendered = Sequence[Mapping[str, Any]]
 
@@ -18,6 +23,7 @@ class Tokenizer(Protocol):
     """What is needed of a tokenizer; `opentinkerapi.runtime.render.ChatTokenizer` has it."""
 
     eos_ids: tuple[int, ...]
+    images: ImageSettings | None
 
     @property
     def has_template(self) -> bool: ...
@@ -52,14 +58,17 @@ class Renderer:
         """Which format."""
         return "chat-template" if self._tokenizer.has_template else "plain-text"
 
-    def first(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a prompt that ends where the policy speaks."""
-        return self._ids(_dicts(messages))
+    def first(self, messages: Sequence[Message]) -> Prompt:
+        """A prompt that ends where the policy speaks.
+
+        UnsupportedOption for images where the model takes none; InvalidArgument for one that is malformed.
+        """
+        return self._with_images(self._ids(_dicts(messages)), messages)
 
     def follow(
         self, messages: Sequence[Message], reply: str, reply_ids: Sequence[int], added: Sequence[Message]
-    ) -> list[int] | None:
-        """Ids that stand between the policy's reply and its next turn.
+    ) -> Prompt | None:
+        """What stands between the policy's reply and its next turn.
 
         `messages` led to the reply, whose ids were sampled; `added` follow it. None where the template does
         not leave `messages` and the reply as they were.
@@ -73,8 +82,35 @@ class Renderer:
             return None
         # The reply ends with its end token already, where it ended by itself.
         if rest and reply_ids and reply_ids[-1] == rest[0] and rest[0] in self._tokenizer.eos_ids:
-            return rest[1:]
-        return rest
+            rest = rest[1:]
+        return self._with_images(rest, added)
+
+    def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
+        """The ids with each placeholder repeated for the places of its image."""
+        images = [image for message in messages for image in message.content.images]
+        if not images:
+            return Prompt(ids)
+        settings = self._tokenizer.images
+        if settings is None:
+            raise errors.UnsupportedOption(
+                "the observation holds an image and the model takes none",
+                reason=errors.Reason.UNSUPPORTED_OPTION,
+                field="observation",
+            )
+        shown = ids.count(settings.placeholder)
+        if shown != len(images):
+            text = f"the chat template shows {shown} of {len(images)} images ({self.name})"
+            raise errors.invalid("observation", text)
+        expanded: list[int] = []
+        placed: list[PlacedImage] = []
+        for token_id in ids:
+            count = 1
+            if token_id == settings.placeholder:
+                image = images[len(placed)]
+                count = _token_count(image, settings)
+                placed.append(PlacedImage(len(expanded), count, image))
+            expanded += [token_id] * count
+        return Prompt(expanded, placed)
 
     def _rest_by_ids(self, before: Rendered, reply: str, after: Rendered) -> list[int] | None:
         """What follows prompt and reply in the rendered conversation, where ids meet at both borders."""
@@ -116,6 +152,13 @@ class Renderer:
             text if reply or index == 0 else f"\n{text}"
             for index, (text, reply) in enumerate(zip(texts, spoken, strict=True))
         )
+
+
+def _token_count(image: Image, settings: ImageSettings) -> int:
+    try:
+        return settings.token_count(*check_size(image.data))
+    except ImageError as error:
+        raise errors.invalid("observation", f"an image cannot be used: {error}") from error
 
 
 def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from opentinker.environments.content import Message
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import EndReason
 from opentinker.sampling.params import StopReason
+from opentinker.sampling.prompt import PlacedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,15 @@ class Segment:
     """A run of n tokens in which each prompt extends the one before.
 
     `loss_mask` [n] is 1 where the policy sampled the token; `logprobs` [n] float32 are the sampler's there, 0
-    elsewhere; `spans` are (start, end, version) of the sampled runs.
+    elsewhere; `spans` are (start, end, version) of the sampled runs; `images` are in order, `token_ids` has
+    the model's placeholder at their places.
     """
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     logprobs: NDArray[np.float32]
     spans: tuple[tuple[int, int, int], ...]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from opentinker.connection.jobs import Link, Role
 from opentinker.connection.on_demand import Slots
 from opentinker.sampling.meter import EngineMeter
 from opentinker.sampling.params import Completion, SamplingParams
+from opentinker.sampling.prompt import Uploads, chunks, images_of, upload_large
 from opentinkerapi.data.v1 import prompt_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from opentinkerapi.runtime.tensors import pack_ids, unpack_floats
+from opentinkerapi.runtime.tensors import unpack_floats
 
 ACK_BATCH = 512
 
@@ -50,8 +51,9 @@ class CompletionSource(Protocol):
 class Sampler:
     """Completions of one policy through its job's inference slot. Runs on the client's loop."""
 
-    def __init__(self, job: Slots, policy: str) -> None:
+    def __init__(self, job: Slots, policy: str, uploads: Uploads) -> None:
         self._job = job
+        self._uploads = uploads
         self._policy = policy
         self._acks: set[asyncio.Task[None]] = set()
 
@@ -72,10 +74,12 @@ class Sampler:
         """
         arrived: set[int] = set()
         crashes = 0
+        prompt = _prompt(prompt_ids)
+        await upload_large(prompt.chunks, self._uploads)
         try:
             while len(arrived) < n:
                 link = await self._job.link(Role.INFERENCE)
-                request = self._request(link, prompt_ids, version, params, n, seed, request_id)
+                request = self._request(link, prompt, version, params, n, seed, request_id)
                 call = InferenceServiceStub(link.channel).Sample(request)
                 try:
                     async for response in stream(call):
@@ -128,10 +132,14 @@ class Sampler:
     ) -> list[NDArray[np.float32]]:
         """Raw logprobs of given tokens: one array [n] for each sequence of n ids; entry 0 is NaN."""
 
+        prompts = [_prompt(ids) for ids in sequences]
+        for prompt in prompts:
+            await upload_large(prompt.chunks, self._uploads)
+
         async def call(link: Link) -> inference_service_pb2.ScoreTokensResponse:
             request = inference_service_pb2.ScoreTokensRequest(
                 model=sampling_pb2.ModelRef(policy_version=self._version(version)),
-                sequences=[_prompt(ids) for ids in sequences],
+                sequences=prompts,
                 temperature=temperature,
                 attempt=link.attempt,
                 job_token=link.job_token,
@@ -157,7 +165,7 @@ class Sampler:
     def _request(
         self,
         link: Link,
-        prompt_ids: Sequence[int],
+        prompt: prompt_pb2.Prompt,
         version: int,
         params: SamplingParams,
         n: int,
@@ -167,7 +175,7 @@ class Sampler:
         return inference_service_pb2.SampleRequest(
             request_id=request_id,
             model=sampling_pb2.ModelRef(policy_version=self._version(version)),
-            prompt=_prompt(prompt_ids),
+            prompt=prompt,
             params=params.to_wire(seed),
             n=n,
             attempt=link.attempt,
@@ -200,5 +208,4 @@ class Sampler:
 
 
 def _prompt(ids: Sequence[int]) -> prompt_pb2.Prompt:
-    chunk = prompt_pb2.Chunk(tokens=prompt_pb2.TokenChunk(token_ids=pack_ids(list(ids))))
-    return prompt_pb2.Prompt(chunks=[chunk])
+    return prompt_pb2.Prompt(chunks=chunks(ids, images_of(ids)))

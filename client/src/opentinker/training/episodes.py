@@ -234,6 +234,7 @@ def _rows(trajectory: Trajectory) -> Iterator[TrainSample]:
             spans=segment.spans,
             group_id=trajectory.group,
             sample_id=f"{trajectory.group}/{trajectory.member}/{number}",
+            images=segment.images,
         )
 
 

@@ -22,6 +22,7 @@ from opentinker.connection.on_demand import Slots
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.tokenizers import fetch_tokenizer
 from opentinker.environments.content import Message
+from opentinker.rollout.renderer import Renderer
 from opentinker.sampling.params import Completion, SamplingParams
 from opentinker.sampling.sampler import Sampler
 from opentinker.training import custom, requests, results
@@ -70,7 +71,7 @@ class Policy:
         self.job = job
         self.serving = serving or job
         """The slots that sample: its job's, or those of a job made when they are needed."""
-        self.sampler = Sampler(self.serving, name)
+        self.sampler = Sampler(self.serving, name, blobs)
         self.portal = portal
         self._blobs = blobs
         self._operations = OperationChannel(portal, job, name)
@@ -295,8 +296,8 @@ class Policy:
         spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
         async def reply() -> str:
-            tokenizer = await self.tokenizer()
-            prompt = tokenizer.render([Message.of(message).to_dict() for message in spoken])
+            renderer = Renderer(await self.tokenizer())
+            prompt = renderer.first([Message.of(message) for message in spoken])
             completions = await self.sample(prompt, params, seed=seed, version=version)
             return completions[0].text
 

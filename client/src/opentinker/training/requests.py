@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from google.protobuf.message import Message
 
 from opentinker.connection.blobs import Blobs
+from opentinker.sampling.prompt import upload_large
 from opentinker.training.operations import Prepared
 from opentinker.training.samples import TrainSample
 from opentinker.training.tuning import AdamW
@@ -27,6 +28,7 @@ async def chunks(samples: Sequence[TrainSample], blobs: Blobs) -> list[trainer_s
     room = CHUNK_BYTES
     for sample in samples:
         wire = sample.to_wire()
+        await upload_large(wire.chunks, blobs)
         size = wire.ByteSize()
         if current.samples and size > room:
             made.append(current)

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import InvalidSample, Reason
+from opentinker.sampling.prompt import PlacedImage, chunks, images_of
 from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
-from opentinkerapi.runtime.tensors import pack_floats, pack_ids
+from opentinkerapi.runtime.tensors import pack_floats
 
 Floats = NDArray[np.float32]
 
@@ -62,6 +63,12 @@ class TrainSample:
     """(start, end, version) of sampled runs."""
     group_id: str = ""
     sample_id: str = ""
+    images: Sequence[PlacedImage] = ()
+    """In order; `token_ids` has the model's placeholder at their places. Default: those of a Prompt."""
+
+    def __post_init__(self) -> None:
+        if not self.images:
+            object.__setattr__(self, "images", images_of(self.token_ids))
 
     @property
     def loss_tokens(self) -> int:
@@ -79,7 +86,7 @@ class TrainSample:
         """As a message."""
         wire = train_sample_pb2.TrainSample(
             sample_id=self.sample_id,
-            chunks=[prompt_pb2.Chunk(tokens=prompt_pb2.TokenChunk(token_ids=pack_ids(list(self.token_ids))))],
+            chunks=chunks(self.token_ids, self.images),
             loss_mask=bytes(self.loss_mask),
             sampling_temperature=self.temperature,
             version_spans=[
@@ -166,6 +173,13 @@ def _check_row(index: int, row: TrainSample) -> None:
     if row.loss_mask[0]:
         raise _bad(index, "loss_mask[0] is 1: the first token has nothing before it to be predicted from")
     trained = np.asarray(row.loss_mask, dtype=bool)
+    at = 0
+    for number, image in enumerate(row.images):
+        if not at <= image.start < image.end <= count:
+            raise _bad(index, f"image {number} takes places {image.start} to {image.end - 1} of {count}")
+        if trained[image.start : image.end].any():
+            raise _bad(index, f"loss_mask is 1 at a place of image {number}")
+        at = image.end
     for name in ARRAYS:
         array = getattr(row, name)
         if array is None:

@@ -19,6 +19,8 @@ import jinja2.nodes
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from opentinkerapi.runtime import images
+
 Message = Mapping[str, Any]
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -26,7 +28,7 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 MODEL_FILE = "config.json"
-FILES = (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, GENERATION_FILE, MODEL_FILE)
+FILES = (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, GENERATION_FILE, MODEL_FILE, *images.FILES)
 """What a ChatTokenizer reads; all but tokenizer.json may be missing."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -85,6 +87,8 @@ class ChatTokenizer:
         self._compiled: dict[tuple[str, bool], jinja2.Template] = {}
         self.eos_ids: tuple[int, ...] = self._find_eos(files)
         """Token ids that end a reply, the tokenizer's own first."""
+        self.images = images.ImageSettings.of_files(files)
+        """What the model does with images; None: it takes none."""
 
     @property
     def has_template(self) -> bool:

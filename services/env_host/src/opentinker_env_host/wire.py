@@ -12,6 +12,7 @@ from opentinker_kit.errors import ServiceError
 from opentinkerapi.data.v1 import content_pb2, tensor_pb2, trajectory_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as service_pb2
 from opentinkerapi.env.v1 import environment_pb2
+from opentinkerapi.runtime.images import INLINE_MAX_BYTES
 from opentinkerapi.runtime.reasons import Reason
 
 AGENT = "agent"
@@ -177,7 +178,11 @@ def _part(part: Mapping[str, Any], blobs: Sequence[bytes]) -> content_pb2.Conten
     if "json" in part:
         return content_pb2.ContentPart(json=part["json"])
     if "image" in part:
-        image = content_pb2.Image(inline=blobs[part["image"]], media_type=part["media_type"])
+        data = blobs[part["image"]]
+        if len(data) > INLINE_MAX_BYTES:
+            text = f"an image of {len(data)} bytes is over the {INLINE_MAX_BYTES} that a hosted one may have"
+            raise ServiceError(Reason.ENV_CRASHED, text)
+        image = content_pb2.Image(inline=data, media_type=part["media_type"])
         return content_pb2.ContentPart(image=image)
     dtype = _DTYPES.get(part["dtype"])
     if dtype is None:
