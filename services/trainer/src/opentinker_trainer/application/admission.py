@@ -17,6 +17,7 @@ from opentinker_trainer.application.held import HeldPolicy
 from opentinker_trainer.application.holdings import Holdings
 from opentinker_trainer.application.recovery import Recovery
 from opentinker_trainer.application.store import PolicyStore
+from opentinker_trainer.domain.loss_checks import check_value_head
 from opentinker_trainer.domain.losses import Component
 from opentinker_trainer.domain.names import checkpoint_policy
 from opentinker_trainer.domain.queue import Entry
@@ -112,7 +113,7 @@ class Admission:
         if header.acked_seq:
             policy.acknowledge(header.acked_seq)
         if policy.queue.entry(entry.seq) is None:
-            await self._validate(logged)
+            await self._validate(policy, logged)
         if policy.queue.reserve(entry, self._clock.monotonic()):
             # A caller that goes away does not stop its operation from being logged.
             await asyncio.shield(policy.begin(self._log(policy, entry, logged)))
@@ -203,12 +204,13 @@ class Admission:
         with contextlib.suppress(ServiceError):  # a restart drops what lies behind a hole as well
             await self._store.forget_operations(policy.name, seqs)
 
-    async def _validate(self, logged: pb.LoggedOperation) -> None:
+    async def _validate(self, policy: HeldPolicy, logged: pb.LoggedOperation) -> None:
         match logged.WhichOneof("body"):
             case "forward":
                 await self._check_samples(await samples_of(self._store, logged.forward.chunks), None)
             case "forward_backward":
                 components = wire.components_of(logged.forward_backward.start.losses)
+                check_value_head(components, has_one=policy.record.policy.tuning.value_head)
                 samples = await samples_of(self._store, logged.forward_backward.chunks)
                 await self._check_samples(samples, components)
             case "optim_step":

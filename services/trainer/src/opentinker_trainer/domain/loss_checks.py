@@ -45,6 +45,14 @@ def check_components(components: Sequence[Component]) -> None:
             _check_correction(component, component.correction, f"{where}.correction")
 
 
+def check_value_head(components: Sequence[Component], *, has_one: bool) -> None:
+    """ServiceError UNSUPPORTED_OPTION for a value loss of a policy without a value head."""
+    for index, component in enumerate(components):
+        if component.needs_values and not has_one:
+            text = f"component {component.name!r} needs a policy with a value head (tuning.value_head)"
+            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"losses[{index}].value")
+
+
 def _check_loss(loss: Loss, where: str) -> None:
     match loss:
         case Ppo(clip_low, clip_high, dual_clip):

@@ -74,7 +74,7 @@ def _value(clip: float | None, inputs: TokenInputs) -> tuple[Tensor, TokenMetric
         raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="losses.value")
     returns = given(inputs.returns)
     plain = (inputs.values - returns).square()
-    metrics: TokenMetrics = {"critic/vpred": inputs.values.detach(), "critic/returns": returns}
+    metrics: TokenMetrics = {"critic/vpred_mean": inputs.values.detach(), "critic/returns_mean": returns}
     worst = plain
     if clip is not None:
         old = given(inputs.old_values)
