@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.params import Completion, SamplingParams
+    from opentinker.supervised.held_out import HeldOut
+    from opentinker.supervised.result import SftResult
+    from opentinker.supervised.rows import supervised_samples
+    from opentinker.supervised.sft import sft, sft_async
     from opentinker.training import advantages, aggregation, kl, off_policy, reference_losses, schedules
     from opentinker.training.corrections import (
         TIS,
@@ -94,6 +98,10 @@ _HOMES = {
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.params": ("Completion", "SamplingParams"),
+    "supervised.held_out": ("HeldOut",),
+    "supervised.result": ("SftResult",),
+    "supervised.rows": ("supervised_samples",),
+    "supervised.sft": ("sft", "sft_async"),
     "training.corrections": (
         "TIS",
         "Decoupled",
@@ -166,6 +174,7 @@ __all__ = [
     "Full",
     "GeometricMask",
     "Group",
+    "HeldOut",
     "IcePop",
     "ImportanceSampling",
     "KLPenalty",
@@ -185,6 +194,7 @@ __all__ = [
     "SequenceMask",
     "SequenceTruncate",
     "ServerOptions",
+    "SftResult",
     "StepResult",
     "ToolCall",
     "TrainSample",
@@ -206,7 +216,10 @@ __all__ = [
     "run",
     "run_async",
     "schedules",
+    "sft",
+    "sft_async",
     "single_turn",
+    "supervised_samples",
     "train_samples",
 ]
 

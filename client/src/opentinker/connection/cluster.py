@@ -217,6 +217,12 @@ class Cluster:
         self._records.append(record)
         return record
 
+    def open_run(self, name: str) -> RunRecord:
+        """The record of a run that is there."""
+        record = RunRecord(self.control, name)
+        self._records.append(record)
+        return record
+
     async def env_channel(self) -> grpc.aio.Channel | None:
         """The channel to the env_host; None where the cluster has none."""
         address = (await self._info()).env_host_address

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ class RunRecord:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        # A run that is resumed goes through the same states again.
+        self._opened = uuid.uuid4().hex
         self._writer = asyncio.create_task(self._write_for_ever())
 
     @classmethod
@@ -55,7 +58,7 @@ class RunRecord:
         """Record the job that works on it, or how it ended."""
         request = run_service_pb2.UpdateRunRequest(
             name=self.name,
-            request_id=f"update-{self.name}-{job or ''}-{state or 0}",
+            request_id=f"update-{self.name}-{job or ''}-{state or 0}-{self._opened}",
             state=state or run_pb2.RUN_STATE_UNSPECIFIED,
         )
         if job is not None:
@@ -86,6 +89,13 @@ class RunRecord:
             return RunServiceStub(channel).PutLoopState(request)
 
         await self._control.call(call)
+
+    @staticmethod
+    async def loop_state(control: ControlPlane, run: str) -> run_pb2.LoopState:
+        """The newest loop state of a run. NotFound if there is no such run, or none was recorded."""
+        request = run_service_pb2.GetLoopStateRequest(run=run)
+        response = await control.call(lambda channel: RunServiceStub(channel).GetLoopState(request))
+        return response.loop_state
 
     async def close(self) -> None:
         """Send what waits, for a while, and stop."""

@@ -43,11 +43,22 @@ class Callback:
 
 
 class JsonlLogger:
-    """One JSON object a line, flushed at once: {"step": 3, "critic/score/mean": 0.25, ...}."""
+    """One JSON object a line, flushed at once: {"step": 3, "critic/score/mean": 0.25, ...}.
 
-    def __init__(self, path: Path) -> None:
+    `keep_steps`: lines up to this step that the file has already are kept; by default none.
+    """
+
+    def __init__(self, path: Path, keep_steps: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if keep_steps is not None and path.exists():
+            with path.open(encoding="utf-8") as lines:
+                # The last line of a run that was killed may be torn.
+                kept = [
+                    line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= keep_steps
+                ]
         self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line; numbers that are not finite become null, for JSON has none."""
@@ -65,10 +76,16 @@ class RecordLogger:
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
+        self._step = -1
+        self._row: dict[str, float] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the row in the background."""
-        self._record.append(step, metrics)
+        """Send the row in the background. The record has one row a step, so what comes for a step later is
+        sent with what was there.
+        """
+        self._row = {**self._row, **metrics} if step == self._step else dict(metrics)
+        self._step = step
+        self._record.append(step, self._row)
 
     def close(self) -> None:
         """The record is closed with its cluster."""

@@ -54,6 +54,7 @@ class Recorder(Generic[E]):
         steps: int,
         columns: Sequence[Column],
         reply_limit: int | None,
+        keep_steps: int | None,
     ) -> None:
         self.run = record.name
         self.directory = plan.run_dir or Path("runs") / record.name.rsplit("/", 1)[-1]
@@ -64,7 +65,7 @@ class Recorder(Generic[E]):
         self._clipping = ClipWatch()
         self._reply_limit = reply_limit
         self._callbacks: list[Callback] = list(plan.callbacks)
-        jsonl = JsonlLogger(self.directory / METRICS_FILE)
+        jsonl = JsonlLogger(self.directory / METRICS_FILE, keep_steps)
         self._loggers: list[Logger] = [jsonl, RecordLogger(record), *plan.loggers]
 
     @classmethod
@@ -77,10 +78,18 @@ class Recorder(Generic[E]):
         steps: int,
         columns: Sequence[Column] = REINFORCEMENT,
         reply_limit: int | None = None,
+        resume: tuple[str, int] | None = None,
     ) -> Self:
-        """Make the run's record at the cluster. `reply_limit` is the `max_tokens` that warnings name."""
-        record = await cluster.create_run(plan.name or kind, plan.describe(), f"run-{uuid.uuid4().hex}")
-        return cls(plan, record, steps, columns, reply_limit)
+        """Make the run's record at the cluster. `reply_limit` is the `max_tokens` that warnings name.
+
+        `resume` names a run to go on with instead, and the last of its steps that counts.
+        """
+        if resume is None:
+            record = await cluster.create_run(plan.name or kind, plan.describe(), f"run-{uuid.uuid4().hex}")
+            return cls(plan, record, steps, columns, reply_limit, None)
+        record = cluster.open_run(resume[0])
+        await record.update(state=run_pb2.RUN_STATE_ACTIVE)
+        return cls(plan, record, steps, columns, reply_limit, resume[1])
 
     def expect(self, steps: int) -> None:
         """How many steps there will be, where it was not known at first."""

@@ -74,24 +74,19 @@ Row = Chat | Completion
 
 
 def read(data: Source, name: str, ignore_columns: Sequence[str] = ()) -> list[Row]:
-    """All rows, checked. `name` is the argument they came by, for errors; columns to ignore must exist
-    somewhere.
+    """All rows, checked. `name` is the argument they came by, for errors.
 
     InvalidArgument naming row and field, or the file that is not there; MissingDependency for formats whose
     library is not installed.
     """
     rows: list[Row] = []
-    seen: set[str] = set()
     for index, raw in enumerate(_raw_rows(data, name)):
         field = f"{name}[{index}]"
         if not isinstance(raw, Mapping):
             raise invalid(field, f"a row must be a mapping, not {type(raw).__name__}")
-        seen |= set(raw)
         rows.append(_row({key: raw[key] for key in raw if key not in ignore_columns}, field))
     if not rows:
         raise invalid(name, "the data set has no rows")
-    if missing := sorted(set(ignore_columns) - seen):
-        raise invalid("ignore_columns", f"{missing} are no columns of {name}; it has {sorted(seen)}")
     return rows
 
 

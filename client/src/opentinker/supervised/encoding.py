@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from opentinker.errors import InvalidArgument, OpenTinkerError, invalid
 from opentinker.supervised.data import Chat, Row
 from opentinker.supervised.masks import Encoded, Tokenizer, encode_chat, encode_completion
-from opentinker.training.samples import TrainSample, TrainSamples
-from opentinkerapi.runtime.render import RenderError
+from opentinker.training.samples import TrainSample
 
 TrainOn = Literal["all", "last"]
 RewrittenHistory = Literal["refuse", "split"]
@@ -157,13 +156,10 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, how: Encoding, name: str =
     return Examples(tuple(items), len(rows), split, dropped, longest)
 
 
-def samples(rows: Sequence[Row], tokenizer: Tokenizer, how: Encoding, name: str = "data") -> TrainSamples:
-    """All rows as train samples, for loops of one's own."""
-    examples = encode(rows, tokenizer, how, name)
-    return TrainSamples([item.sample() for item in examples.items], examples.metrics(name))
-
-
 def _encode_row(row: Row, tokenizer: Tokenizer, how: Encoding, field: str) -> list[Encoded]:
+    # Here: a tokenizer has loaded it by now, and importing this package must not.
+    from opentinkerapi.runtime.render import RenderError
+
     try:
         if isinstance(row, Chat):
             factors = row.factors(how.train_on)
