@@ -12,9 +12,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from client.tests.doubles.tokenizers import files
 import numpy as np
 from google.protobuf.message import Message
 
+from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.status import DETAILS_KEY, StatusData, encode
 from opentinkerapi.runtime.tensors import pack_floats
@@ -63,6 +65,8 @@ class TrainerDouble(TrainerServiceServicer):
         self.before: Fault | None = None
         self.after: Fault | None = None
         self.calls: list[str] = []
+        self.ran: list[tuple[str, str, list[Any]]] = []
+        """(policy, method, messages) of every operation, once each, in order."""
         self.held = asyncio.Event()
         self.held.set()
         self.fail_seqs: dict[int, StatusData] = {}
@@ -74,6 +78,8 @@ class TrainerDouble(TrainerServiceServicer):
         """How many steps from now on find a gradient that is not finite."""
         self.dtype = "float32"
         self.watches = 0
+        self.max_sequence_tokens = 512
+        self.tokenizer = files()
 
     async def CreatePolicy(self, request: trainer_service_pb2.CreatePolicyRequest, context: Context) -> Any:
         if request.request_id not in self.created:
@@ -89,6 +95,20 @@ class TrainerDouble(TrainerServiceServicer):
     async def GetPolicy(self, request: trainer_service_pb2.GetPolicyRequest, context: Context) -> Any:
         state = self.policies[request.policy]
         return trainer_service_pb2.GetPolicyResponse(next_seq=len(state.log) + 1, step=state.step)
+
+    async def GetCapabilities(
+        self, request: trainer_service_pb2.GetCapabilitiesRequest, context: Context
+    ) -> Any:
+        return trainer_service_pb2.GetCapabilitiesResponse(max_sequence_tokens=self.max_sequence_tokens)
+
+    async def GetTokenizer(
+        self, request: trainer_service_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[trainer_service_pb2.GetTokenizerResponse]:
+        files = TokenizerFiles(self.tokenizer)
+        if not request.sha256s:
+            yield trainer_service_pb2.GetTokenizerResponse(digest=files.digest, files=files.listing())
+        for run in files.runs(request.sha256s):
+            yield trainer_service_pb2.GetTokenizerResponse(digest=files.digest, files=[run])
 
     async def ForwardBackward(self, requests: AsyncIterator[Any], context: Context) -> Any:
         start, chunks = await _parts(requests)
@@ -184,6 +204,7 @@ class TrainerDouble(TrainerServiceServicer):
     def _run(
         self, state: PolicyState, method: str, messages: list[Any], done: operation_pb2.Operation
     ) -> None:
+        self.ran.append((state.name, method, messages))
         if method in ("Forward", "ForwardBackward"):
             rows = [sample for chunk in messages[1:] for sample in chunk.samples]
             tokens = sum(sample.loss_mask.count(1) for sample in rows)
@@ -239,6 +260,11 @@ class TrainerDouble(TrainerServiceServicer):
             done.publish_weights.version.policy = state.name
             done.publish_weights.version.version = state.version
             done.publish_weights.version.sha256 = hashlib.sha256(state.weights.encode()).hexdigest()
+
+
+def rows_of(messages: list[Any]) -> list[Any]:
+    """The samples of a Forward or ForwardBackward."""
+    return [sample for chunk in messages[1:] for sample in chunk.samples]
 
 
 def sampled(policy: str, start: Any, sample: Any) -> Any:
