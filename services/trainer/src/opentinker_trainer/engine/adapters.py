@@ -14,11 +14,13 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.tuning import LoraSpec
 from opentinker_trainer.engine.base_model import BaseModel
+from opentinker_trainer.engine.lora_linear import speed_up
 from opentinkerapi.runtime.reasons import Reason
 
 
@@ -65,6 +67,9 @@ class AdapterBank:
         else:
             self._peft.add_adapter(key, config)
         self._peft.eval()
+        for layer in self._peft.modules():
+            if isinstance(layer, LoraLayer):
+                speed_up(layer)
         adapter = Adapter(key, spec, self._parameters(key))
         with torch.no_grad():
             for name, parameter in adapter.parameters.items():

@@ -1,8 +1,10 @@
 """Logprobs of chosen tokens from hidden states, in chunks, never a whole [B, L, V] array of logits.
 
-Only rows that predict a loss token reach the output layer, `chunk` of them at a time. The backward pass
-computes each chunk's logits again instead of keeping them (kept only where one chunk holds everything), so
-the peak is a few arrays of [chunk, V].
+Only rows that predict a loss token reach the output layer, `chunk` of them at a time, so the peak is a few
+arrays of [chunk, V]. Where the output layer is frozen the slope of each logprob with respect to its hidden
+state [N, H] is computed along with it, and the backward pass only scales it. Where the output layer is
+trained, or the entropy is part of the loss, the backward pass computes each chunk's logits again instead of
+keeping them (kept only where one chunk holds everything).
 """
 
 from typing import Any, NamedTuple
@@ -50,9 +52,16 @@ def token_scores(
     the entropy only with `entropy_gradient`.
     """
     inner, outer = low_rank if low_rank is not None else (None, None)
-    logprobs, entropies = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy, entropy_gradient
-    )
+    trained = [part for part in (weight, bias, outer) if part is not None and part.requires_grad]
+    if torch.is_grad_enabled() and (trained or entropy_gradient):
+        logprobs, entropies = _TokenScores.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy, entropy_gradient
+        )
+    else:
+        wanted = torch.is_grad_enabled()
+        logprobs, entropies = _FrozenScores.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy, wanted
+        )
     return TokenScores(logprobs, entropies)
 
 
@@ -65,11 +74,72 @@ def _logits(
     temperatures: Tensor,
 ) -> Tensor:
     logits = functional.linear(hidden, weight, bias).to(accumulator(weight.dtype))
-    if inner is not None:
+    if inner is not None and outer is not None:
         logits = logits + functional.linear(inner, outer)
     if bool((temperatures != 1).any()):
         logits = logits / temperatures[:, None]
     return logits
+
+
+class _FrozenScores(torch.autograd.Function):
+    """Weight, bias and outer part take no gradient; hidden and inner part may."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inner: Tensor | None,
+        outer: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        chunk: int,
+        entropy: bool,
+        wanted: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        dtype = accumulator(weight.dtype)
+        logprobs = torch.empty(count, dtype=dtype)
+        entropies = torch.empty(count if entropy else 0, dtype=dtype)
+        of_hidden = torch.empty_like(hidden) if wanted and hidden.requires_grad else None
+        of_inner = torch.empty_like(inner) if wanted and inner is not None and inner.requires_grad else None
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            logits = _logits(hidden[part], weight, bias, _rows(inner, part), outer, temperatures[part])
+            # A logit of -inf has probability 0 and adds nothing to the entropy.
+            logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=torch.finfo(dtype).min)
+            chosen = logits.gather(1, targets[part, None])[:, 0]
+            needed = entropy or of_hidden is not None or of_inner is not None
+            weights = logits.exp() if needed else logits.exp_()
+            total = weights.sum(-1)
+            log_total = total.log()
+            logprobs[part] = chosen - log_total
+            if entropy:
+                mean = torch.bmm(weights[:, None], logits[:, :, None])[:, 0, 0] / total
+                entropies[part] = log_total - mean
+            if of_hidden is None and of_inner is None:
+                continue
+            # d logprob / d logits = one_hot - probabilities, over the temperature; here with the other sign.
+            slopes = weights.div_(total[:, None])
+            slopes.scatter_add_(1, targets[part, None], slopes.new_full((len(total), 1), -1.0))
+            scale = -1.0 / temperatures[part, None]
+            if of_inner is not None and outer is not None:
+                of_inner[part] = (slopes.to(outer.dtype) @ outer) * scale
+            if of_hidden is not None:
+                of_hidden[part] = (slopes.to(weight.dtype) @ weight) * scale
+        ctx.save_for_backward(of_hidden, of_inner)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_inner = ctx.saved_tensors
+        of_hidden, of_inner = (
+            None if slope is None else (slope * grads[0][:, None]).to(slope.dtype)
+            for slope in (of_hidden, of_inner)
+        )
+        return of_hidden, None, None, of_inner, *(None,) * 6
 
 
 class _TokenScores(torch.autograd.Function):
