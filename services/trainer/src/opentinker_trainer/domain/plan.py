@@ -9,16 +9,18 @@ that a replay computes the same bits.
 
 Rule for models: sharing and packing need attention to everything before a token in every layer, and packing
 an attention function that takes rows ("sdpa"). Where a model has neither (sliding windows, state spaces),
-rows are single samples, padded.
+rows are single samples, padded. A sample with images shares nothing and is not packed: micro-batches with
+images are padded.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opentinker_trainer.domain.images import SampleImage
 from opentinker_trainer.domain.samples import Sample
 
 PADDING = -1
@@ -74,6 +76,15 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image in a layout: its row, and the column of its first place."""
+
+    row: int
+    column: int
+    image: SampleImage
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A micro-batch as arrays. B rows of length L, packed (B = 1) or padded; N loss tokens."""
 
@@ -91,6 +102,8 @@ class Layout:
     """[N]: which sample the token belongs to."""
     tokens: NDArray[np.int64]
     """[N]: which token of that sample."""
+    images: tuple[PlacedImage, ...] = ()
+    """By row and column."""
 
     @property
     def shared(self) -> bool:
@@ -99,7 +112,16 @@ class Layout:
 
 
 def plan(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings) -> list[MicroBatch]:
-    """Cut the samples with indices `wanted` into micro-batches, longest rows first."""
+    """Cut the samples with indices `wanted` into micro-batches, longest rows first; those with images last."""
+    with_images = [index for index in wanted if samples[index].images]
+    if with_images:
+        others = [index for index in wanted if not samples[index].images]
+        padded = replace(settings, pack=False)
+        return [*_cut(samples, others, settings), *_cut(samples, with_images, padded)]
+    return _cut(samples, wanted, settings)
+
+
+def _cut(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings) -> list[MicroBatch]:
     rows = sorted(_rows(samples, wanted, settings), key=lambda row: (-row.length, row.members[0]))
     batches: list[MicroBatch] = []
     open_rows: list[Row] = []
@@ -181,7 +203,7 @@ def _shareable(sample: Sample, settings: PlanSettings, index: int) -> bytes:
     """The key under which samples share a row; unique where sharing is off or not worth it."""
     prefix = _first_loss_token(sample)
     worth = prefix >= _MIN_SHARED_TOKENS and 4 * prefix >= sample.length - prefix
-    if not settings.share_prefix or not worth or prefix == sample.length:
+    if not settings.share_prefix or not worth or prefix == sample.length or sample.images:
         return b"#%d" % index
     return b"=" + sample.token_ids[:prefix].tobytes()
 
@@ -195,6 +217,7 @@ def layout(batch: MicroBatch, samples: Sequence[Sample]) -> Layout:
     sources: list[NDArray[np.int64]] = []
     owners: list[NDArray[np.int64]] = []
     tokens: list[NDArray[np.int64]] = []
+    images: list[PlacedImage] = []
     begin = 0
     for number, row in enumerate(batch.rows):
         at, first = (0, begin) if batch.packed else (number, 0)
@@ -218,6 +241,7 @@ def layout(batch: MicroBatch, samples: Sequence[Sample]) -> Layout:
             sources.append(at * shape[1] + where[wanted - 1])
             owners.append(np.full(wanted.shape, index))
             tokens.append(wanted)
+            images += [PlacedImage(at, start + image.start, image) for image in sample.images]
             start += own
     return Layout(
         token_ids,
@@ -227,4 +251,5 @@ def layout(batch: MicroBatch, samples: Sequence[Sample]) -> Layout:
         np.concatenate(sources).astype(np.int64),
         np.concatenate(owners).astype(np.int64),
         np.concatenate(tokens).astype(np.int64),
+        tuple(images),
     )

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker_kit.errors import ServiceError
+from opentinker_trainer.domain.images import ImageCheck, SampleImage
 from opentinker_trainer.domain.losses import Component
+from opentinkerapi.runtime.images import ImageSettings
 from opentinkerapi.runtime.reasons import Reason
 
 Ints = NDArray[np.int32]
@@ -53,6 +55,8 @@ class Sample:
     components: frozenset[str] | None = None
     """Names of the components that apply; None: all."""
     sample_id: str = ""
+    images: tuple[SampleImage, ...] = ()
+    """In order; `token_ids` has placeholders at their places."""
 
     @property
     def length(self) -> int:
@@ -88,6 +92,8 @@ class Limits:
 
     vocab_size: int
     max_sequence_tokens: int
+    images: ImageSettings | None = None
+    """None: it takes no images."""
 
 
 def check_samples(
@@ -99,8 +105,12 @@ def check_samples(
     there must be finite where the mask is 1.
     """
     names = {component.name for component in components or ()}
+    images = ImageCheck(limits.images)
     for index, sample in enumerate(samples):
         _check_shape(index, sample, limits)
+        if problem := images.problem(sample.images, sample.loss_mask):
+            field, text = problem
+            raise invalid(index, sample, text, field)
         if components is None:
             continue
         unknown = (sample.components or frozenset()) - names
