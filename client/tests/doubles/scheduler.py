@@ -107,6 +107,11 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
             rows[row.step] = dict(row.values)
         return run_service_pb2.AppendMetricsResponse()
 
+    async def GetLoopState(self, request: run_service_pb2.GetLoopStateRequest, context: Any) -> Any:
+        if not self.loop_states:
+            await abort(context, Reason.LOOP_STATE_NOT_FOUND, f"{request.run} has no loop state yet")
+        return run_service_pb2.GetLoopStateResponse(loop_state=self.loop_states[-1])
+
     async def PutLoopState(self, request: run_service_pb2.PutLoopStateRequest, context: Any) -> Any:
         self.loop_states.append(request.loop_state)
         return run_service_pb2.PutLoopStateResponse()

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from client.tests.doubles.tokenizers import files
 import numpy as np
+from client.tests.doubles.tokenizers import files
 from google.protobuf.message import Message
 
 from opentinker_kit.tokenizer_files import TokenizerFiles
@@ -96,19 +96,14 @@ class TrainerDouble(TrainerServiceServicer):
         state = self.policies[request.policy]
         return trainer_service_pb2.GetPolicyResponse(next_seq=len(state.log) + 1, step=state.step)
 
-    async def GetCapabilities(
-        self, request: trainer_service_pb2.GetCapabilitiesRequest, context: Context
-    ) -> Any:
-        return trainer_service_pb2.GetCapabilitiesResponse(max_sequence_tokens=self.max_sequence_tokens)
-
     async def GetTokenizer(
         self, request: trainer_service_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[trainer_service_pb2.GetTokenizerResponse]:
-        files = TokenizerFiles(self.tokenizer)
+        kept = TokenizerFiles(self.tokenizer)
         if not request.sha256s:
-            yield trainer_service_pb2.GetTokenizerResponse(digest=files.digest, files=files.listing())
-        for run in files.runs(request.sha256s):
-            yield trainer_service_pb2.GetTokenizerResponse(digest=files.digest, files=[run])
+            yield trainer_service_pb2.GetTokenizerResponse(digest=kept.digest, files=kept.listing())
+        for run in kept.runs(request.sha256s):
+            yield trainer_service_pb2.GetTokenizerResponse(digest=kept.digest, files=[run])
 
     async def ForwardBackward(self, requests: AsyncIterator[Any], context: Context) -> Any:
         start, chunks = await _parts(requests)
@@ -147,7 +142,9 @@ class TrainerDouble(TrainerServiceServicer):
     async def GetCapabilities(
         self, request: trainer_service_pb2.GetCapabilitiesRequest, context: Context
     ) -> Any:
-        return trainer_service_pb2.GetCapabilitiesResponse(engine="double", forward_dtype=self.dtype)
+        return trainer_service_pb2.GetCapabilitiesResponse(
+            engine="double", forward_dtype=self.dtype, max_sequence_tokens=self.max_sequence_tokens
+        )
 
     async def WatchOperations(
         self, request: trainer_service_pb2.WatchOperationsRequest, context: Context
