@@ -142,6 +142,14 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
 
 
+def image_settings(path: Path) -> images.ImageSettings | None:
+    """What the model in a directory does with images; None: it takes none. ServiceError UNSUPPORTED_OPTION."""
+    try:
+        return images.ImageSettings.of_files(tokenizer_files(path))
+    except images.ImageError as error:
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, f"{path}: {error}", field="base_model") from error
+
+
 def _directory(model_id: str, roots: Sequence[Path], allow_any: bool) -> Path | None:
     """The directory that an id names, if it holds a model and lies where it may."""
     given = Path(model_id).expanduser()

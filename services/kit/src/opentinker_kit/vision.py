@@ -7,7 +7,6 @@ goes through it by itself, once: neither batching nor what else is in a batch ca
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.images import patches
-from opentinker_kit.models import tokenizer_files
 from opentinkerapi.runtime.images import ImageError, ImageSettings
 from opentinkerapi.runtime.reasons import Reason
 
@@ -34,14 +32,6 @@ class ImageVectors:
     rows: int
     columns: int
     """Places down and across."""
-
-
-def image_settings(path: Path) -> ImageSettings | None:
-    """What the model in a directory does with images; None: it takes none. ServiceError UNSUPPORTED_OPTION."""
-    try:
-        return ImageSettings.of_files(tokenizer_files(path))
-    except ImageError as error:
-        raise ServiceError(Reason.UNSUPPORTED_OPTION, f"{path}: {error}", field="base_model") from error
 
 
 def model_class(settings: ImageSettings | None) -> Any:
