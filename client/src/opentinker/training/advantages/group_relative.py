@@ -40,11 +40,16 @@ def grpo(
 
     GRPO (DeepSeekMath, arXiv 2402.03300). `eps` and `ddof` are what implementations differ in: verl 1e-6 and
     1 (a sample's std), TRL 1e-4 and 1, ART 1e-6 and 0 (the population's), OpenRLHF's group norm 1e-9 and 1.
+    With `singleton` "raw" a group of one has mean 0 and std 1: r / (1 + eps), as in verl.
     """
     check_ddof(ddof)
     check_eps(eps)
     return per_group(
-        rewards, groups, singleton, lambda group: _centred(group) / (std(group.values, ddof) + eps)
+        rewards,
+        groups,
+        singleton,
+        lambda group: _centred(group) / (std(group.values, ddof) + eps),
+        raw_divisor=1.0 + eps,
     )
 
 

@@ -77,17 +77,20 @@ def per_group(
     groups: Sequence[Hashable],
     singleton: Singleton,
     formula: Callable[[Members], Floats],
+    *,
+    raw_divisor: float = 1.0,
 ) -> Floats:
     """Apply `formula` (m members to [m] advantages) to each group with two rewards that differ.
 
     Constant groups get 0 and groups of one what `singleton` says, so a formula never divides by nothing.
+    `raw_divisor` is what "raw" divides the reward by.
     """
     if singleton not in ("zero", "raw"):
         raise invalid("singleton", f"must be 'zero' or 'raw', not {singleton!r}")
     result = np.zeros(len(rewards), dtype=np.float64)
     for group in members(rewards, groups):
         if len(group.rows) == 1:
-            result[group.rows] = group.values if singleton == "raw" else 0.0
+            result[group.rows] = group.values / raw_divisor if singleton == "raw" else 0.0
         elif not is_constant(group.values):
             result[group.rows] = formula(group)
     return result

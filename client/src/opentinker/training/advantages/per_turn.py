@@ -54,7 +54,7 @@ def grpo_per_turn(
 def _by_first_turns(values: Floats, group: Members, eps: float, ddof: int, singleton: Singleton) -> Floats:
     """A trajectory's returns [turns] against its group's first turns, under the rules of `grpo`."""
     if len(group.rows) == 1:
-        return values if singleton == "raw" else np.zeros_like(values)
+        return values / (1.0 + eps) if singleton == "raw" else np.zeros_like(values)
     if is_constant(group.values):
         return np.zeros_like(values)
     return (values - float(group.values.mean())) / (std(group.values, ddof) + eps)
