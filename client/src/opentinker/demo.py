@@ -17,6 +17,8 @@ from opentinker.errors import MissingDependency, Reason
 
 MODEL = "smollm2-135m-instruct"
 ENVIRONMENT = "arithmetic"
+OPTIONS = {"max": 29}
+"""Sums and differences of numbers from 2 to 29."""
 EDGE_STEPS = 5
 """`reward_first` and `reward_last` are means over this many steps."""
 LEARNING_RATE = 4e-4
@@ -46,6 +48,7 @@ def train(*, seed: int, steps: int, out: Path, engine: str | None, clock: Clock)
     """The run itself: what a user would write."""
     return ot.fit(
         env=ENVIRONMENT,
+        env_options=OPTIONS,
         model=MODEL,
         tuning=ot.LoRA(rank=16, alpha=32),
         algorithm=ot.GRPO(group_size=8),
@@ -67,7 +70,7 @@ def train(*, seed: int, steps: int, out: Path, engine: str | None, clock: Clock)
 def run_demo(
     *,
     seed: int = 0,
-    steps: int = 70,
+    steps: int = 45,
     out: Path = Path("runs/demo"),
     engine: str | None = None,
     state_dir: Any = None,
@@ -89,6 +92,7 @@ def run_demo(
             ENVIRONMENT,
             episodes=50,
             seed=seed + 1,
+            env_options=OPTIONS,
             sampling=ot.SamplingParams(temperature=1.0, max_tokens=12),
         )
         console.print(answers(result))

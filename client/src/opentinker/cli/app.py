@@ -69,7 +69,7 @@ def status(
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the whole run.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 70,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 45,
     out: Annotated[Path, typer.Option(help="Where metrics, curve and result are saved.")] = Path("runs/demo"),
     engine: Annotated[
         str | None, typer.Option(help="Inference engine: vllm or transformers (default: the cluster's).")
