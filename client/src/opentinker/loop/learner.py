@@ -110,6 +110,9 @@ class Learner:
         row = samples.metrics | scores.seconds | await self._check(samples, scores)
         row |= self._of_scores(samples, scores)
         row |= await self._update(TrainSamples(scores.attach(samples), samples.metrics), step)
+        if isinstance(self._coefficient, kl.AdaptiveKL):
+            # For the next batch: this one was penalized by one coefficient throughout.
+            self._coefficient = self._coefficient.update(row["actor/reference_kl"], len(samples))
         return Learned(row, inert=self._critic is None and samples.inert, updated=True)
 
     async def _score(self, rows: Sequence[TrainSample]) -> Scores:
@@ -173,15 +176,13 @@ class Learner:
         return samples.loss_tokens > 0 and (others or not samples.inert)
 
     def _of_scores(self, samples: TrainSamples, scores: Scores) -> dict[str, float]:
-        """Metrics of what was scored; the KL controller takes its step, for the next batch."""
+        """Metrics of what was scored."""
         row: dict[str, float] = {}
         penalty = self._algorithm.kl
         if penalty is not None:
             estimates = divergence(penalty, samples, scores)
             mean = float(sum(each.sum() for each in estimates)) / samples.loss_tokens
             row |= {"actor/reference_kl": mean, "actor/kl_coef": self.kl_coefficient}
-            if isinstance(self._coefficient, kl.AdaptiveKL):
-                self._coefficient = self._coefficient.update(mean, len(samples))
         if scores.values is not None:
             row |= measure.of_values(samples)
         return row
