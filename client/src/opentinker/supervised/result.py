@@ -13,8 +13,8 @@ from opentinker.training.results import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """`policy` can be used while its cluster is open, as in `ot.run(result.policy, env)`; its published version
-    and its checkpoints stay.
+    """`policy` can be used while its cluster is open, as in `ot.run(result.policy, env)`; its published
+    version and its checkpoints stay.
     """
 
     policy: Policy
