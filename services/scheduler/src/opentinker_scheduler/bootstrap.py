@@ -25,10 +25,12 @@ from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.blobs import Blobs, blob_key
 from opentinker_scheduler.application.catalog import Catalog
 from opentinker_scheduler.application.cluster import Cluster
+from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Registry
+from opentinker_scheduler.application.retention import Retention
 from opentinker_scheduler.application.runs import Runs
 from opentinker_scheduler.application.sessions import Sessions
 from opentinker_scheduler.application.timers import Timing
@@ -163,6 +165,7 @@ class Scheduler:
         self.database = SqlDatabase(settings.database_path(), self._committed)
         self._models = models or _models(settings, self.database)
         self._leases = Leases(self._clock, settings.server_lease_s)
+        self._retention = Retention(self._clock, grace=timedelta(seconds=settings.deletion_grace_s))
         self._sessions = Sessions()
         self._watchers = JobWatchers(self.database)
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
@@ -204,6 +207,7 @@ class Scheduler:
             ("reconciler", self._lead()),
             ("outbox", self._relay.run()),
             ("forget", self._forget()),
+            ("sweep", self._sweep()),
             ("dependencies", self._look_at_dependencies()),
         ):
             self._tasks.append(loop.create_task(work, name=name))
@@ -240,6 +244,8 @@ class Scheduler:
             max_bytes=settings.max_blob_bytes,
             expires_s=settings.presign_s,
         )
+        catalog = Catalog(self._clock, self._retention)
+        exports = Exports(database, catalog, self._store, expires_s=settings.presign_s)
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(
             SchedulerServicer(
                 database,
@@ -258,7 +264,7 @@ class Scheduler:
             ServerRegistryServicer(self._registry, self._leases), server
         )
         catalog_service_pb2_grpc.add_CatalogServiceServicer_to_server(
-            CatalogServicer(database, answers, Catalog(self._clock)), server
+            CatalogServicer(database, answers, catalog, exports), server
         )
         run_service_pb2_grpc.add_RunServiceServicer_to_server(
             RunServicer(database, answers, Runs(self._store, self._clock)), server
@@ -314,6 +320,16 @@ class Scheduler:
             with contextlib.suppress(LeadershipLost):
                 await self.database.run(self._forget_answers)
             await self._clock.sleep(_FORGET_EVERY_S)
+
+    async def _sweep(self) -> None:
+        """Let checkpoints go whose time is over, and delete objects that nothing names any more."""
+        while True:
+            await self._clock.sleep(self._settings.sweep_every_s)
+            if self._store is not None:
+                try:
+                    await self._retention.sweep(self.database, self._store)
+                except (ServiceError, LeadershipLost) as error:
+                    log.info("old objects stay for now", error=str(error))
 
     def _forget_answers(self, tx: Transaction) -> None:
         tx.requests.forget_before(self._clock.now() - timedelta(seconds=self._settings.request_memory_s))

@@ -133,6 +133,22 @@ class CatalogRepository(Protocol):
 
     def delete_checkpoint(self, policy_id: str, checkpoint_id: str) -> None: ...
 
+    def expired_checkpoints(self, now: datetime, limit: int) -> Sequence[Checkpoint]:
+        """Those whose time is over and that are not the newest of their policy."""
+        ...
+
+    def discard_objects(self, prefix: str, due: datetime) -> None:
+        """Have everything under an object key prefix deleted once `due` has passed."""
+        ...
+
+    def discarded_objects(self, now: datetime, limit: int) -> Sequence[str]:
+        """Prefixes that are due."""
+        ...
+
+    def forget_objects(self, prefix: str) -> None:
+        """Everything under a prefix is deleted."""
+        ...
+
 
 class RunRepository(Protocol):
     """Runs and what belongs to them."""
@@ -154,6 +170,10 @@ class RunRepository(Protocol):
     def put_loop_state(self, run_id: str, state: LoopState) -> None: ...
 
     def find_loop_state(self, run_id: str) -> LoopState | None: ...
+
+    def run_from(self, checkpoint: str) -> str | None:
+        """Name of a run whose loop state names a checkpoint."""
+        ...
 
     def put_groups(self, run_id: str, groups: Groups) -> None: ...
 

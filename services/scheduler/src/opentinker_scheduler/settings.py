@@ -110,6 +110,10 @@ class SchedulerSettings(ServerSettings):
     request_memory_s: float = Field(default=24 * 3600.0, ge=3600.0)
     """How long answers are kept for their request ids."""
 
+    deletion_grace_s: float = Field(default=600.0, ge=0)
+    """How long the objects of a deleted checkpoint stay, for who is reading them."""
+    sweep_every_s: float = Field(default=60.0, gt=0)
+    """How often expired checkpoints and objects to be deleted are looked for."""
     max_blob_bytes: int = Field(default=5 * 2**30, ge=1)
     presign_s: int = Field(default=3600, ge=60, le=7 * 24 * 3600)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.changes import check_attempt, job_of, note_progress
+from opentinker_scheduler.application.retention import Retention
 from opentinker_scheduler.domain.names import MAX_NAME, SHA256, check_text, require, split, valid_id
 from opentinker_scheduler.domain.records import Checkpoint, Fact, Policy, Version
 from opentinker_scheduler.ports import Transaction
@@ -14,8 +15,9 @@ from opentinkerapi.runtime.reasons import Reason
 class Catalog:
     """Policies, versions and checkpoints. Every method is called inside a transaction."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, retention: Retention) -> None:
         self._clock = clock
+        self._retention = retention
 
     def register_policy(
         self, tx: Transaction, policy: Policy, sha256: str, manifest_key: str, attempt: int
@@ -92,10 +94,16 @@ class Catalog:
         raise ServiceError(Reason.VERSION_NOT_FOUND, f"there is no version {name}", field="name")
 
     def register_checkpoint(
-        self, tx: Transaction, name: str, checkpoint: Checkpoint, attempt: int
+        self, tx: Transaction, name: str, checkpoint: Checkpoint, attempt: int, keep: int = 0
     ) -> Checkpoint:
-        """Record a saved checkpoint. Another content under its name is ALREADY_REGISTERED."""
+        """Record a saved checkpoint, and let go of what is older than the newest `keep` (0: of nothing).
+
+        Another content under its name is ALREADY_REGISTERED.
+        """
         policy = self.policy(tx, name)
+        if keep < 0:
+            text = "keep_checkpoints must not be negative"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="keep_checkpoints")
         if not valid_id(checkpoint.id):
             text = f"{checkpoint.id!r} is no checkpoint id"
             raise ServiceError(Reason.INVALID_FIELD, text, field="checkpoint.name")
@@ -113,6 +121,8 @@ class Catalog:
         tx.outbox.add(
             Fact("checkpoint_saved", checkpoint.name, id=f"checkpoint.saved/{checkpoint.name}"), now
         )
+        if keep:
+            self._retention.keep_newest(tx, policy.id, keep)
         note_progress(tx, policy.job_id)
         return checkpoint
 
@@ -124,8 +134,8 @@ class Catalog:
         return found
 
     def delete_checkpoint(self, tx: Transaction, name: str) -> None:
-        found = self.checkpoint(tx, name)
-        tx.catalog.delete_checkpoint(found.policy_id, found.id)
+        """CHECKPOINT_NOT_FOUND, or INVALID_STATE where a run goes on from it."""
+        self._retention.delete(tx, self.checkpoint(tx, name))
 
     def _check_holder(self, tx: Transaction, policy: Policy, attempt: int) -> None:
         if policy.job_id:

@@ -116,6 +116,8 @@ class Jobs:
             labels=new.labels,
             run=new.run,
         )
+        # Who creates a job has asked about it: a tick may come before its first renewal.
+        self._leases.attend(job.id)
         return add_job(tx, job, now)
 
     def finish(self, tx: Transaction, name: str, outcome: JobState, message: str) -> Job:

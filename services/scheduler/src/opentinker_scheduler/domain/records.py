@@ -27,6 +27,8 @@ class Policy:
     latest_version: int
     create_time: datetime
     seq: int = 0
+    value_head: bool = False
+    activation_checkpointing: bool = False
 
     @property
     def name(self) -> str:
@@ -63,6 +65,8 @@ class Checkpoint:
     display_name: str
     create_time: datetime
     seq: int = 0
+    expire_time: datetime | None = None
+    """When it may be deleted for its age."""
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.catalog import Catalog
+from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.pages import make_token, page_size, read_int
 from opentinker_scheduler.domain.names import split
 from opentinker_scheduler.ports import Database, Transaction
@@ -15,10 +16,11 @@ from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceServ
 class CatalogServicer(CatalogServiceServicer):
     """Read by clients, written by trainers."""
 
-    def __init__(self, database: Database, answers: Answers, catalog: Catalog) -> None:
+    def __init__(self, database: Database, answers: Answers, catalog: Catalog, exports: Exports) -> None:
         self._database = database
         self._answers = answers
         self._catalog = catalog
+        self._exports = exports
 
     async def RegisterPolicy(
         self, request: pb.RegisterPolicyRequest, context: Any
@@ -84,7 +86,9 @@ class CatalogServicer(CatalogServiceServicer):
     ) -> pb.RegisterCheckpointResponse:
         asked = wire.read_checkpoint(request.checkpoint)
         checkpoint = await self._database.run(
-            lambda tx: self._catalog.register_checkpoint(tx, request.policy, asked, request.attempt)
+            lambda tx: self._catalog.register_checkpoint(
+                tx, request.policy, asked, request.attempt, request.keep_checkpoints
+            )
         )
         return pb.RegisterCheckpointResponse(checkpoint=wire.write_checkpoint(checkpoint))
 
@@ -103,6 +107,14 @@ class CatalogServicer(CatalogServiceServicer):
         token = make_token("ListCheckpoints", policy, found[size - 1].seq) if len(found) > size else ""
         page = map(wire.write_checkpoint, found[:size])
         return pb.ListCheckpointsResponse(checkpoints=page, next_page_token=token)
+
+    async def ExportWeights(self, request: pb.ExportWeightsRequest, context: Any) -> pb.ExportWeightsResponse:
+        export = await self._exports.export(request.name)
+        files = [
+            pb.ExportedFile(name=file.name, sha256=file.sha256, size_bytes=file.size_bytes, url=file.url)
+            for file in export.files
+        ]
+        return pb.ExportWeightsResponse(kind=export.kind, files=files)
 
     async def DeleteCheckpoint(
         self, request: pb.DeleteCheckpointRequest, context: Any

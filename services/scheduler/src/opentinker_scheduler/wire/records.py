@@ -63,6 +63,8 @@ def read_policy(policy: policy_pb2.Policy) -> Policy:
         display_name=policy.display_name,
         latest_version=0,
         create_time=_UNSET,
+        value_head=policy.tuning.value_head,
+        activation_checkpointing=policy.tuning.activation_checkpointing,
     )
 
 
@@ -85,6 +87,8 @@ def write_policy(policy: Policy) -> policy_pb2.Policy:
             result.tuning.lora.alpha = policy.alpha
     else:
         result.tuning.full.SetInParent()
+    result.tuning.value_head = policy.value_head
+    result.tuning.activation_checkpointing = policy.activation_checkpointing
     return result
 
 
@@ -119,10 +123,12 @@ def read_checkpoint(checkpoint: policy_pb2.Checkpoint) -> Checkpoint:
         size_bytes=checkpoint.size_bytes,
         display_name=checkpoint.display_name,
         create_time=_UNSET,
+        expire_time=checkpoint.expire_time.ToDatetime(UTC) if checkpoint.HasField("expire_time") else None,
     )
 
 
 def write_checkpoint(checkpoint: Checkpoint) -> policy_pb2.Checkpoint:
+    expire_time = None if checkpoint.expire_time is None else timestamp(checkpoint.expire_time)
     return policy_pb2.Checkpoint(
         name=checkpoint.name,
         policy=f"policies/{checkpoint.policy_id}",
@@ -133,6 +139,7 @@ def write_checkpoint(checkpoint: Checkpoint) -> policy_pb2.Checkpoint:
         size_bytes=checkpoint.size_bytes,
         create_time=timestamp(checkpoint.create_time),
         display_name=checkpoint.display_name,
+        expire_time=expire_time,
     )
 
 

@@ -33,7 +33,7 @@ OnCommit = Callable[[frozenset[str], bool], None]
 """Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0001"
+HEAD = "0002"
 """The newest revision."""
 
 

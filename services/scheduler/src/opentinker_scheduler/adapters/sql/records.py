@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, Table, delete, insert, select, update
+from sqlalchemy import Connection, Row, Table, delete, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from opentinker_scheduler.adapters.sql import tables
@@ -106,6 +106,25 @@ class SqlCatalog:
         condition = (table.c.policy_id == policy_id, table.c.id == checkpoint_id)
         self._connection.execute(delete(table).where(*condition))
 
+    def expired_checkpoints(self, now: datetime, limit: int) -> Sequence[Checkpoint]:
+        table = tables.checkpoints
+        newest = select(func.max(table.c.seq)).group_by(table.c.policy_id)
+        query = select(table).where(table.c.expire_time <= now, table.c.seq.not_in(newest))
+        query = query.order_by(table.c.expire_time).limit(limit)
+        return [Checkpoint(**row._mapping) for row in self._connection.execute(query)]
+
+    def discard_objects(self, prefix: str, due: datetime) -> None:
+        values = {"prefix": prefix, "due_time": due}
+        self._connection.execute(upsert(tables.garbage).values(values).on_conflict_do_nothing())
+
+    def discarded_objects(self, now: datetime, limit: int) -> Sequence[str]:
+        table = tables.garbage
+        query = select(table.c.prefix).where(table.c.due_time <= now).order_by(table.c.due_time).limit(limit)
+        return list(self._connection.execute(query).scalars())
+
+    def forget_objects(self, prefix: str) -> None:
+        self._connection.execute(delete(tables.garbage).where(tables.garbage.c.prefix == prefix))
+
 
 class SqlRuns:
     """See `ports.RunRepository`."""
@@ -152,6 +171,12 @@ class SqlRuns:
         if row is None:
             return None
         return LoopState(row.step, row.checkpoint, row.state, None if row.blob is None else Blob(**row.blob))
+
+    def run_from(self, checkpoint: str) -> str | None:
+        table = tables.loop_states
+        query = select(table.c.run_id).where(table.c.checkpoint == checkpoint).limit(1)
+        run_id: str | None = self._connection.execute(query).scalar_one_or_none()
+        return None if run_id is None else f"runs/{run_id}"
 
     def put_groups(self, run_id: str, groups: Groups) -> None:
         values = {"run_id": run_id, "step": groups.step, "blob": asdict(groups.blob), "groups": groups.groups}

@@ -23,6 +23,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    false,
     text,
 )
 
@@ -188,6 +189,8 @@ policies = Table(
     Column("display_name", Text, nullable=False),
     Column("latest_version", BigInteger, nullable=False),
     Column("create_time", UtcTime, nullable=False),
+    Column("value_head", Boolean, nullable=False, server_default=false()),
+    Column("activation_checkpointing", Boolean, nullable=False, server_default=false()),
     sqlite_autoincrement=True,
 )
 Index("ix_policies_job", policies.c.job_id)
@@ -216,9 +219,17 @@ checkpoints = Table(
     Column("size_bytes", BigInteger, nullable=False),
     Column("display_name", Text, nullable=False),
     Column("create_time", UtcTime, nullable=False),
+    Column("expire_time", UtcTime),
     sqlite_autoincrement=True,
 )
 Index("one_checkpoint", checkpoints.c.policy_id, checkpoints.c.id, unique=True)
+
+garbage = Table(
+    "garbage",
+    metadata,
+    Column("prefix", String(255), primary_key=True),
+    Column("due_time", UtcTime, nullable=False),
+)
 
 runs = Table(
     "runs",

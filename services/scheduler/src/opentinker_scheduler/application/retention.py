@@ -1,0 +1,72 @@
+"""How checkpoints end: by request, by count, by age. Records go at once, objects a while later.
+
+The delay lets who is reading them finish: an export under way, a restore that a trainer runs again. What a
+run's loop state names stays whatever its age, and so does the newest of a policy. By count, a deletion
+happens in the transaction that records the newer checkpoint, so never before that one is complete.
+"""
+
+from datetime import datetime, timedelta
+
+import structlog
+
+from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
+from opentinker_kit.objects import ObjectStore
+from opentinker_scheduler.domain.records import Checkpoint
+from opentinker_scheduler.ports import Database, Transaction
+from opentinkerapi.runtime.reasons import Reason
+
+log = structlog.get_logger()
+
+MANIFEST = "manifest.json"
+_AT_ONCE = 100
+"""Checkpoints that one transaction lets go."""
+
+
+class Retention:
+    """Lets checkpoints go."""
+
+    def __init__(self, clock: Clock, *, grace: timedelta) -> None:
+        self._clock = clock
+        self._grace = grace
+
+    def delete(self, tx: Transaction, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint. INVALID_STATE if a run goes on from it."""
+        run = tx.runs.run_from(checkpoint.name)
+        if run is not None:
+            text = f"{run} goes on from {checkpoint.name}; it can be deleted once the run has a later one"
+            raise ServiceError(Reason.INVALID_STATE, text, metadata={"run": run})
+        self._drop(tx, checkpoint)
+
+    def keep_newest(self, tx: Transaction, policy_id: str, count: int) -> None:
+        """Delete all but the newest `count` checkpoints of a policy, and those that runs go on from."""
+        newest = tx.catalog.page_checkpoints(policy_id, None, count)
+        if len(newest) < count:
+            return
+        for old in tx.catalog.page_checkpoints(policy_id, newest[-1].seq, _AT_ONCE):
+            self._drop_unless_used(tx, old)
+
+    def expire(self, tx: Transaction) -> None:
+        """Delete checkpoints whose time is over."""
+        for old in tx.catalog.expired_checkpoints(self._clock.now(), _AT_ONCE):
+            self._drop_unless_used(tx, old)
+
+    async def sweep(self, database: Database, store: ObjectStore) -> None:
+        """Delete objects that are due, manifests first: what is left over then does not exist."""
+        now: datetime = self._clock.now()
+        await database.run(self.expire)
+        for prefix in await database.run(lambda tx: tx.catalog.discarded_objects(now, _AT_ONCE)):
+            await store.delete(f"{prefix}/{MANIFEST}")
+            objects = await store.list(f"{prefix}/")
+            for info in objects:
+                await store.delete(info.key)
+            await database.run(lambda tx, gone=prefix: tx.catalog.forget_objects(gone))  # type: ignore[misc]
+            log.info("deleted", prefix=prefix, objects=len(objects))
+
+    def _drop_unless_used(self, tx: Transaction, checkpoint: Checkpoint) -> None:
+        if tx.runs.run_from(checkpoint.name) is None:
+            self._drop(tx, checkpoint)
+
+    def _drop(self, tx: Transaction, checkpoint: Checkpoint) -> None:
+        tx.catalog.delete_checkpoint(checkpoint.policy_id, checkpoint.id)
+        tx.catalog.discard_objects(checkpoint.name, self._clock.now() + self._grace)
