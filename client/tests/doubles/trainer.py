@@ -61,6 +61,7 @@ class TrainerDouble(TrainerServiceServicer):
     def __init__(self) -> None:
         self.policies: dict[str, PolicyState] = {}
         self.created: dict[str, str] = {}
+        self.requests: list[trainer_service_pb2.CreatePolicyRequest] = []
         self.attempt = 1
         self.before: Fault | None = None
         self.after: Fault | None = None
@@ -82,6 +83,7 @@ class TrainerDouble(TrainerServiceServicer):
         self.tokenizer = files()
 
     async def CreatePolicy(self, request: trainer_service_pb2.CreatePolicyRequest, context: Context) -> Any:
+        self.requests.append(request)
         if request.request_id not in self.created:
             name = f"policies/p{len(self.created)}"
             self.created[request.request_id] = name
