@@ -14,7 +14,7 @@ from opentinker_kit.auth import Access, AuthPolicy
 from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
-from opentinker_kit.models import resolve_model, tokenizer_files
+from opentinker_kit.models import image_settings, resolve_model, tokenizer_files
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.server import KitServer, build_server
@@ -219,7 +219,8 @@ class TrainerServer:
 
     def _limits(self, model: ModelInfo) -> Limits:
         wanted = self._settings.context_tokens or model.context_tokens
-        return Limits(model.vocab_size, min(wanted, model.context_tokens))
+        images = None if self._settings.engine == "noop" else image_settings(self._model_path)
+        return Limits(model.vocab_size, min(wanted, model.context_tokens), images)
 
     def _make_engine(self) -> Engine:
         return ProcessEngine(

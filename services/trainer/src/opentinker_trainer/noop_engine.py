@@ -46,11 +46,18 @@ class NoopHandlers:
 
     def load(self, _request: pb.TrainLoadRequest) -> pb.TrainLoadResponse:
         layer = pb.LinearLayers(name="q_proj", count=1, in_features=_WIDTH, out_features=_WIDTH)
-        return pb.TrainLoadResponse(vocab_size=2**31 - 1, context_tokens=2**20, linear_layers=[layer])
+        return pb.TrainLoadResponse(
+            vocab_size=2**31 - 1,
+            context_tokens=2**20,
+            linear_layers=[layer],
+            weight_count=_WIDTH * _WIDTH,
+            output_layer=pb.LinearLayers(name="lm_head", count=1, in_features=_WIDTH, out_features=_WIDTH),
+            activation_checkpointing=True,
+        )
 
     def create_policy(self, request: pb.TrainCreatePolicyRequest) -> pb.TrainCreatePolicyResponse:
         self._steps[request.policy] = 0
-        self._lora[request.policy] = request.lora
+        self._lora[request.policy] = request.tuning.lora
         return pb.TrainCreatePolicyResponse()
 
     def drop_policy(self, request: pb.TrainDropPolicyRequest) -> pb.TrainDropPolicyResponse:

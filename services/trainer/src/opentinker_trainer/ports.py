@@ -1,13 +1,12 @@
 """What the trainer needs from the outside, as Protocols."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from opentinker_trainer.domain.tuning import LinearLayer, LoraSpec
+from opentinker_trainer.domain.tuning import ModelShape, TuningSpec
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.engine.v1 import trainer_engine_pb2
 
@@ -18,7 +17,7 @@ class ModelInfo:
 
     vocab_size: int
     context_tokens: int
-    linear_layers: Mapping[str, LinearLayer]
+    shape: ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Engine(Protocol):
         """Start the child and load the base model."""
         ...
 
-    async def create_policy(self, policy: str, spec: LoraSpec, seed: int) -> None:
+    async def create_policy(self, policy: str, spec: TuningSpec, seed: int) -> None:
         """Make a policy, or make it anew."""
         ...
 

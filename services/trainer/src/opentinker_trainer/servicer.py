@@ -171,6 +171,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             methods=METHODS,
             tunings=TUNINGS,
             ranks=self._ranks,
+            images=limits.images is not None,
         )
 
     async def _chunks(

@@ -25,6 +25,10 @@ class TrainerSettings(ServerSettings):
     attention: Literal["sdpa", "eager"] = "sdpa"
     threads: int = Field(default=0, ge=0)
     """Threads of the engine; 0: one for each core. Part of what decides the bits of a result."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Processes that a policy is spread over: rows are dealt to them, full-parameter policies are cut."""
+    export_shard_bytes: int = Field(default=4 * 2**30, ge=1024)
+    """Most bytes of one weight file of a full-parameter policy."""
     max_lora_rank: int = Field(default=64, ge=1)
     context_tokens: int = Field(default=0, ge=0)
     """Longest sample; 0: the model's context."""
@@ -63,6 +67,10 @@ class TrainerSettings(ServerSettings):
     memory_limit_bytes: int = Field(default=0, ge=0)
     """What policies may take beside the base model; 0: half of what is free once that is loaded."""
 
+    def weight_bytes(self) -> int:
+        """Size of a weight in the forward pass."""
+        return {"float32": 4, "bfloat16": 2, "float64": 8}[self.dtype]
+
     def engine_threads(self) -> int:
         return self.threads or len(os.sched_getaffinity(0))
 
@@ -80,5 +88,7 @@ class TrainerSettings(ServerSettings):
             max_shared_row_tokens=self.max_shared_row_tokens,
             logit_rows=self.logit_rows,
             pack_rows=self.pack_rows,
+            ranks=self.ranks,
+            export_shard_bytes=self.export_shard_bytes,
             slice_tokens=self.slice_tokens,
         )

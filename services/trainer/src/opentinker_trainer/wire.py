@@ -7,46 +7,48 @@ from numpy.typing import NDArray
 
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.samples import ARRAYS, Sample, invalid
-from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec, check_step
+from opentinker_trainer.domain.tuning import (
+    DEFAULT_ALPHA,
+    AdamWStep,
+    FullSpec,
+    LoraSpec,
+    TuningSpec,
+    check_step,
+)
+from opentinker_trainer.wire_images import chunks_of
 from opentinker_trainer.wire_losses import components_of
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import loss_pb2, train_sample_pb2
+from opentinkerapi.runtime.images import ImageSettings
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import trainer_service_pb2
 
 __all__ = [
     "components_of",
     "denominators_of",
-    "lora_message",
-    "lora_of",
     "metric_messages",
     "samples_of",
     "step_of",
+    "tuning_message",
+    "tuning_of",
 ]
 
 _IDS = np.dtype("<i4")
 _FLOATS = np.dtype("<f4")
 
 
-def samples_of(messages: Sequence[train_sample_pb2.TrainSample]) -> list[Sample]:
-    """The rows of a request. ServiceError INVALID_SAMPLE or UNSUPPORTED_OPTION, with the index."""
-    return [_sample(index, message) for index, message in enumerate(messages)]
+def samples_of(
+    messages: Sequence[train_sample_pb2.TrainSample], images: ImageSettings | None = None
+) -> list[Sample]:
+    """The rows of a request for a model with these image settings.
+
+    ServiceError INVALID_SAMPLE or UNSUPPORTED_OPTION, with the index.
+    """
+    return [_sample(index, message, images) for index, message in enumerate(messages)]
 
 
-def _sample(index: int, message: train_sample_pb2.TrainSample) -> Sample:
-    runs: list[bytes] = []
-    for chunk in message.chunks:
-        match chunk.WhichOneof("chunk"):
-            case "tokens":
-                runs.append(chunk.tokens.token_ids)
-            case "image":
-                text = f"sample {index} holds an image; this server trains on tokens only"
-                raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"samples[{index}].chunks")
-            case _:
-                raise invalid(index, None, "a chunk is empty", "chunks")
-    ids = b"".join(runs)
-    if len(ids) % _IDS.itemsize:
-        raise invalid(index, None, f"token_ids has {len(ids)} bytes, which is no multiple of 4", "chunks")
+def _sample(index: int, message: train_sample_pb2.TrainSample, settings: ImageSettings | None) -> Sample:
+    ids, images = chunks_of(index, message, settings)
     if message.loss_mask.strip(b"\x00\x01"):
         raise invalid(index, None, "loss_mask holds bytes other than 0 and 1", "loss_mask")
     return Sample(
@@ -56,6 +58,7 @@ def _sample(index: int, message: train_sample_pb2.TrainSample) -> Sample:
         temperature=message.sampling_temperature if message.HasField("sampling_temperature") else 1.0,
         components=frozenset(message.components) if message.components else None,
         sample_id=message.sample_id,
+        images=images,
     )
 
 
@@ -92,14 +95,39 @@ def denominators_of(messages: Iterable[loss_pb2.ComponentDenominator]) -> dict[s
     return result
 
 
-def lora_of(message: policy_pb2.LoraTuning) -> LoraSpec:
-    """A complete adapter specification, as the front sends it to the engine."""
-    return LoraSpec(message.rank, message.alpha, tuple(message.target_modules))
+def tuning_of(message: policy_pb2.Tuning) -> TuningSpec:
+    """What is to be trained. ServiceError UNSUPPORTED_OPTION for what this trainer does not have."""
+    kind = message.WhichOneof("kind")
+    if kind == "full":
+        return FullSpec(message.value_head, message.activation_checkpointing)
+    if kind != "lora":
+        text = "say what is trained: an adapter (tuning.lora) or every weight (tuning.full)"
+        raise ServiceError(Reason.INVALID_FIELD, text, field="tuning")
+    lora = message.lora
+    if lora.dropout != 0:
+        text = f"dropout is {lora.dropout:g}; only 0 is taken, so that a pass is a function of its request"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="tuning.lora.dropout")
+    return LoraSpec(
+        lora.rank,
+        lora.alpha if lora.HasField("alpha") else DEFAULT_ALPHA,
+        tuple(lora.target_modules),
+        message.value_head,
+        message.activation_checkpointing,
+    )
 
 
-def lora_message(spec: LoraSpec) -> policy_pb2.LoraTuning:
-    """`lora_of` backwards."""
-    return policy_pb2.LoraTuning(rank=spec.rank, alpha=spec.alpha, target_modules=spec.target_modules)
+def tuning_message(spec: TuningSpec) -> policy_pb2.Tuning:
+    """`tuning_of` backwards, every field set."""
+    message = policy_pb2.Tuning(
+        value_head=spec.value_head, activation_checkpointing=spec.activation_checkpointing
+    )
+    if isinstance(spec, FullSpec):
+        message.full.SetInParent()
+    else:
+        message.lora.CopyFrom(
+            policy_pb2.LoraTuning(rank=spec.rank, alpha=spec.alpha, target_modules=spec.target_modules)
+        )
+    return message
 
 
 def metric_messages(metrics: Mapping[str, tuple[float, float]]) -> list[loss_pb2.Metric]:

@@ -105,8 +105,8 @@ def test_exported_adapter_means_the_same_to_peft(
     """B86: what is published, loaded by PEFT on a fresh base, gives the trainer's logprobs."""
     shared_engine.create_policy("policies/export", SPEC, seed=0)
     train(shared_engine, "policies/export", steps=3)
-    shared_engine.export_adapter("policies/export", tmp_path / "one")
-    shared_engine.export_adapter("policies/export", tmp_path / "two")
+    shared_engine.export("policies/export", tmp_path / "one")
+    shared_engine.export("policies/export", tmp_path / "two")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -243,8 +243,8 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
 
 
 def test_unknown_targets_are_refused_by_name(shared_engine: TorchEngine) -> None:
-    with pytest.raises(ServiceError, match="'lm_head' is no linear layer") as caught:
-        shared_engine.create_policy("policies/no", LoraSpec(2, 4.0, ("lm_head", "q_proj")), seed=0)
+    with pytest.raises(ServiceError, match="'w_proj' is no linear layer") as caught:
+        shared_engine.create_policy("policies/no", LoraSpec(2, 4.0, ("q_proj", "w_proj")), seed=0)
     assert caught.value.reason is Reason.INVALID_FIELD
     assert "policies/no" not in shared_engine.policies
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import MemoryObjectStore, ObjectInfo
-from opentinker_trainer.domain.tuning import LinearLayer, LoraSpec
+from opentinker_trainer.domain.tuning import LinearLayer, ModelShape, TuningSpec
 from opentinker_trainer.ports import ModelInfo, Restored, Saved
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import operation_pb2
 
 NOW = timedelta()
+SHAPE = ModelShape({"q_proj": LinearLayer(1, 8, 8)}, LinearLayer(1, 8, 512), 4160, True)
 
 
 class FakeEngine:
@@ -45,9 +46,9 @@ class FakeEngine:
             raise ServiceError(Reason.POLICY_NOT_FOUND)
 
     async def start(self) -> ModelInfo:
-        return ModelInfo(512, 128, {"q_proj": LinearLayer(1, 8, 8)})
+        return ModelInfo(512, 128, SHAPE)
 
-    async def create_policy(self, policy: str, spec: LoraSpec, seed: int) -> None:
+    async def create_policy(self, policy: str, spec: TuningSpec, seed: int) -> None:
         self._enter("create")
         self.history[policy] = [f"seed {seed}"]
 

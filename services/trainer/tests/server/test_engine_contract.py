@@ -45,7 +45,7 @@ async def engine(
             lifeline_fd=None,
         )
     model = await made.start()
-    assert "q_proj" in model.linear_layers
+    assert "q_proj" in model.shape.linear_layers
     assert model.vocab_size > 0
     await made.create_policy(NAME, SPEC, 1)
     yield made

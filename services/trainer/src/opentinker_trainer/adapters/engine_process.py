@@ -7,7 +7,7 @@ from pathlib import Path
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import EngineProcess
 from opentinker_trainer import wire
-from opentinker_trainer.domain.tuning import LinearLayer, LoraSpec
+from opentinker_trainer.domain.tuning import LinearLayer, ModelShape, TuningSpec
 from opentinker_trainer.ports import ModelInfo, Restored, Saved
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
@@ -54,14 +54,16 @@ class ProcessEngine:
                 raise
             text = f"the engine died while it loaded; its log ends with: {self._process.log_tail(2000)}"
             raise ServiceError(Reason.ENGINE_CRASHED, text) from error
-        layers = {
-            layer.name: LinearLayer(layer.count, layer.in_features, layer.out_features)
-            for layer in loaded.linear_layers
-        }
-        return ModelInfo(loaded.vocab_size, loaded.context_tokens, layers)
+        shape = ModelShape(
+            linear_layers={layer.name: _layer(layer) for layer in loaded.linear_layers},
+            output_layer=_layer(loaded.output_layer),
+            weight_count=loaded.weight_count,
+            activation_checkpointing=loaded.activation_checkpointing,
+        )
+        return ModelInfo(loaded.vocab_size, loaded.context_tokens, shape)
 
-    async def create_policy(self, policy: str, spec: LoraSpec, seed: int) -> None:
-        request = pb.TrainCreatePolicyRequest(policy=policy, lora=wire.lora_message(spec), seed=seed)
+    async def create_policy(self, policy: str, spec: TuningSpec, seed: int) -> None:
+        request = pb.TrainCreatePolicyRequest(policy=policy, tuning=wire.tuning_message(spec), seed=seed)
         await self._process.call("CreatePolicy", request, pb.TrainCreatePolicyResponse)
 
     async def drop_policy(self, policy: str) -> None:
@@ -99,3 +101,7 @@ class ProcessEngine:
 
     async def close(self) -> None:
         await self._process.close()
+
+
+def _layer(message: pb.LinearLayers) -> LinearLayer:
+    return LinearLayer(message.count, message.in_features, message.out_features)

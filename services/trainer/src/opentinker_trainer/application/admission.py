@@ -228,7 +228,9 @@ class Admission:
         limits = self.limits
         if limits is None:
             raise ServiceError(Reason.SERVER_STARTING, retry_after_s=1.0)
-        await asyncio.to_thread(lambda: check_samples(wire.samples_of(messages), limits, components))
+        await asyncio.to_thread(
+            lambda: check_samples(wire.samples_of(messages, limits.images), limits, components)
+        )
 
 
 def body_digest(logged: pb.LoggedOperation) -> str:

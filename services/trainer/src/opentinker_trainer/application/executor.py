@@ -15,12 +15,14 @@ import structlog
 
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.image_blobs import inline_images
 from opentinker_trainer.application.held import HeldPolicy
 from opentinker_trainer.application.patience import patiently
 from opentinker_trainer.application.publishing import Publisher
 from opentinker_trainer.application.store import PolicyStore
 from opentinker_trainer.domain.manifest import MANIFEST, Manifest
 from opentinker_trainer.domain.names import checkpoint_policy
+from opentinker_trainer.domain.tuning import tuning_facts
 from opentinker_trainer.ports import Catalog, Engine
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import train_sample_pb2
@@ -40,13 +42,20 @@ Samples = list[train_sample_pb2.TrainSample]
 
 
 async def samples_of(store: PolicyStore, chunks: Sequence[trainer_service_pb2.SampleChunk]) -> Samples:
-    """The samples of an operation, those in blobs fetched."""
+    """The samples of an operation; those in blobs, and images in blobs, fetched."""
     samples: Samples = []
     for chunk in chunks:
         content = chunk
         if chunk.HasField("blob"):
             content = trainer_service_pb2.SampleChunk.FromString(await store.read_blob(chunk.blob))
         samples.extend(content.samples)
+    for index, sample in enumerate(samples):
+        fetched = await inline_images(store.objects, sample.chunks, f"samples[{index}]")
+        if fetched is not None:
+            samples[index] = train_sample_pb2.TrainSample()
+            samples[index].CopyFrom(sample)
+            del samples[index].chunks[:]
+            samples[index].chunks.extend(fetched)
     return samples
 
 
@@ -232,8 +241,7 @@ class Executor:
             "kind": "checkpoint",
             "base_model": policy.record.policy.base_model,
             "base_digest": policy.record.policy.base_digest,
-            "rank": policy.spec.rank,
-            "alpha": policy.spec.alpha,
+            **tuning_facts(policy.spec),
             "seq": seq,
             "step": policy.state.step,
         }

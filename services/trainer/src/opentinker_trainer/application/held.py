@@ -11,7 +11,7 @@ import structlog
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.policy_state import PolicyState
 from opentinker_trainer.domain.queue import PolicyQueue
-from opentinker_trainer.domain.tuning import LoraSpec
+from opentinker_trainer.domain.tuning import TuningSpec
 from opentinkerapi.engine.v1 import trainer_engine_pb2
 from opentinkerapi.trainer.v1 import operation_pb2
 
@@ -54,7 +54,7 @@ class HeldPolicy:
     """Mutable record of one policy. Changed by the event loop's thread only."""
 
     record: trainer_engine_pb2.PolicyRecord
-    spec: LoraSpec
+    spec: TuningSpec
     job: str
     attempt: int
     queue: PolicyQueue = field(default_factory=PolicyQueue)

@@ -23,6 +23,7 @@ from opentinker_trainer.application.held import HeldPolicy
 from opentinker_trainer.application.patience import patiently
 from opentinker_trainer.application.store import PolicyStore, describe_files, version_prefix
 from opentinker_trainer.domain.manifest import MANIFEST, Manifest, StoredFile
+from opentinker_trainer.domain.tuning import tuning_facts
 from opentinker_trainer.ports import Catalog, Engine
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.events.v1 import event_pb2
@@ -174,11 +175,10 @@ class Publisher:
         return {
             "policy": policy.name,
             "version": number,
-            "kind": "lora",
+            "kind": record.tuning.WhichOneof("kind"),
             "base_model": record.base_model,
             "base_digest": record.base_digest,
-            "rank": policy.spec.rank,
-            "alpha": policy.spec.alpha,
+            **tuning_facts(policy.spec),
             "step": policy.state.step,
             "local_path": str(directory),
             "host_id": platform.node(),

@@ -22,7 +22,7 @@ from opentinker_trainer.application.store import PolicyStore, recovery_prefix
 from opentinker_trainer.domain.policy_state import PolicyState
 from opentinker_trainer.domain.queue import Entry, PolicyQueue
 from opentinker_trainer.ports import Engine
-from opentinker_trainer.wire import lora_of
+from opentinker_trainer.wire import tuning_of
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
 
@@ -83,7 +83,7 @@ class Recovery:
         record = await self._store.read_record(name)
         if record is None:
             raise ServiceError(Reason.POLICY_NOT_FOUND, f"there is no policy {name}")
-        policy = HeldPolicy(record, lora_of(record.policy.tuning.lora), job, attempt)
+        policy = HeldPolicy(record, tuning_of(record.policy.tuning), job, attempt)
         seqs = await self._store.recovery_seqs(name)
         kept = await self._newest(policy, seqs)
         policy.results = {operation.seq: operation for operation in kept.operations}

@@ -24,9 +24,9 @@ from opentinker_trainer.application.recovery import Recovery
 from opentinker_trainer.application.store import PolicyStore
 from opentinker_trainer.domain.names import checkpoint_policy, policy_name
 from opentinker_trainer.domain.policy_state import PolicyState
-from opentinker_trainer.domain.tuning import LoraSpec, check_lora, policy_bytes
+from opentinker_trainer.domain.tuning import TuningSpec, check_tuning, policy_bytes
 from opentinker_trainer.ports import Catalog, Engine, ModelInfo
-from opentinker_trainer.wire import lora_message
+from opentinker_trainer.wire import tuning_message, tuning_of
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
@@ -45,6 +45,11 @@ class Base:
     digest: str
     max_lora_rank: int
     memory_limit_bytes: int
+    """Of each engine process, for policies."""
+    forward_bytes: int = 4
+    """Size of a weight in the forward pass."""
+    ranks: int = 1
+    """Processes that a policy is spread over."""
 
 
 class Trainer:
@@ -214,7 +219,7 @@ class Trainer:
                 job=request.job,
                 base_model=self.base.model_id,
                 base_digest=self.base.digest,
-                tuning=policy_pb2.Tuning(lora=lora_message(spec)),
+                tuning=tuning_message(spec),
                 seed=request.seed,
                 display_name=request.display_name,
             ),
@@ -245,23 +250,13 @@ class Trainer:
         version = await self._publisher.publish_first(engine, policy)
         policy.record.version.CopyFrom(version)
 
-    def _check(self, request: trainer_service_pb2.CreatePolicyRequest, model: ModelInfo) -> LoraSpec:
+    def _check(self, request: trainer_service_pb2.CreatePolicyRequest, model: ModelInfo) -> TuningSpec:
         if request.base_model != self.base.model_id:
             text = f"this server trains {self.base.model_id!r}, not {request.base_model!r}"
             raise ServiceError(Reason.UNKNOWN_MODEL, text, field="base_model")
-        if request.tuning.WhichOneof("kind") != "lora":
-            text = "this server trains LoRA adapters (tuning.lora); full-parameter tuning is not built yet"
-            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="tuning")
-        lora = request.tuning.lora
-        spec = check_lora(
-            lora.rank,
-            lora.alpha if lora.HasField("alpha") else None,
-            tuple(lora.target_modules),
-            model.linear_layers,
-            self.base.max_lora_rank,
-        )
-        used = sum(policy_bytes(policy.spec, model.linear_layers) for policy in self._holdings)
-        wanted = policy_bytes(spec, model.linear_layers)
+        spec = check_tuning(tuning_of(request.tuning), model.shape, self.base.max_lora_rank)
+        used = sum(self._bytes(policy.spec, model) for policy in self._holdings)
+        wanted = self._bytes(spec, model)
         if used + wanted > self.base.memory_limit_bytes:
             text = (
                 f"the policy needs about {wanted} bytes beside {used} in use; this server gives policies "
@@ -269,6 +264,11 @@ class Trainer:
             )
             raise ServiceError(Reason.QUOTA_EXCEEDED, text, quota=[("policy memory", text)])
         return spec
+
+    def _bytes(self, spec: TuningSpec, model: ModelInfo) -> int:
+        return policy_bytes(
+            spec, model.shape, forward_bytes=self.base.forward_bytes, ranks=self.base.ranks
+        )
 
     def _hold(self, policy: HeldPolicy) -> None:
         self._holdings.add(policy)

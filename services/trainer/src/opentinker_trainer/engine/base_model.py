@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.models import image_settings
+from opentinker_kit.vision import in_tower, model_class
 from opentinker_trainer.engine.numerics import DTYPES
+from opentinker_trainer.engine.vision import Vision
 from opentinkerapi.runtime.reasons import Reason
 
 _OUTPUT_TOLERANCE = 1e-3
@@ -21,23 +23,44 @@ class BaseModel:
 
     model: Any
     """The transformers model."""
+    path: Path
+    """Where it was loaded from."""
+    dtype: str
+    attention: str
     vocab_size: int
     context_tokens: int
     full_attention: bool
     """Every layer attends to everything before it, so rows may share a prefix."""
     linear_layers: dict[str, tuple[int, int, int]]
     """Leaf name of a linear layer below the output layer -> (count, in features, out features)."""
+    weight_count: int
+    """Tied weights counted once."""
+    tied_names: tuple[str, ...] = ()
+    """Names that stand for weights of another name, as the output layer's for the embedding's."""
+    vision: Vision | None = None
+    """Its image side; None: it takes no images."""
 
     @property
     def decoder(self) -> Any:
         """The model without its output layer."""
-        return getattr(self.model, self.model.base_model_prefix)
+        return decoder_of(self.model)
 
     @property
     def output(self) -> tuple[Tensor, Tensor | None]:
         """Weight [V, H] and bias of the output layer."""
+        return output_of(self.model)
+
+    @property
+    def output_name(self) -> str:
+        """What the model calls its output layer."""
         head = self.model.get_output_embeddings()
-        return head.weight, getattr(head, "bias", None)
+        names: list[str] = [name for name, module in self.model.named_modules() if module is head]
+        return names[0].rpartition(".")[2]
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.output[0].shape[1])
 
     def named_weights(self) -> list[tuple[str, Tensor]]:
         """Name and value of each base weight in a fixed order, without adapters and what they rename."""
@@ -49,31 +72,60 @@ class BaseModel:
         return sorted(found.items())
 
 
+def load_model(path: Path, dtype: torch.dtype, attention: str) -> Any:
+    """A transformers model in evaluation mode. ServiceError UNKNOWN_MODEL."""
+    try:
+        model = model_class(image_settings(path)).from_pretrained(
+            str(path), dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        text = f"{path} does not hold a causal language model that transformers can load: {error}"
+        raise ServiceError(Reason.UNKNOWN_MODEL, text) from error
+    model.eval()
+    return model
+
+
 def load_base_model(path: Path, dtype: str, attention: str) -> BaseModel:
     """Load from a directory, without any network.
 
     ServiceError UNKNOWN_MODEL if it holds no causal language model, UNSUPPORTED_OPTION if its output layer
     does more than a linear map (soft caps, logit scales), which `token_scores` would miss.
     """
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        text = f"{path} does not hold a causal language model that transformers can load: {error}"
-        raise ServiceError(Reason.UNKNOWN_MODEL, text) from error
-    model.eval()
+    model = load_model(path, DTYPES[dtype], attention)
     model.requires_grad_(False)
     config = model.config.get_text_config()
+    settings = image_settings(path)
     base = BaseModel(
         model,
+        path,
+        dtype,
+        attention,
         vocab_size=int(config.vocab_size),
         context_tokens=int(getattr(config, "max_position_embeddings", 2048)),
         full_attention=_full_attention(config),
         linear_layers=_linear_layers(model),
+        weight_count=sum(parameter.numel() for parameter in model.parameters()),
+        tied_names=_tied_names(model),
+        vision=Vision(model, settings) if settings is not None else None,
     )
     _check_output_layer(base)
     return base
+
+
+def decoder_of(model: Any) -> Any:
+    """A transformers model without its output layer."""
+    return getattr(model, model.base_model_prefix)
+
+
+def output_of(model: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias of a transformers model's output layer."""
+    head = model.get_output_embeddings()
+    return head.weight, getattr(head, "bias", None)
+
+
+def _tied_names(model: Any) -> tuple[str, ...]:
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return tuple(sorted(every - {name for name, _ in model.named_parameters()}))
 
 
 def _full_attention(config: Any) -> bool:
@@ -86,7 +138,8 @@ def _linear_layers(model: Any) -> dict[str, tuple[int, int, int]]:
     head = model.get_output_embeddings()
     found: dict[str, tuple[int, int, int]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        # Leaf names repeat in a vision tower, which is never trained.
+        if isinstance(module, nn.Linear) and module is not head and not in_tower(name):
             leaf = name.rpartition(".")[2]
             count = found.get(leaf, (0, 0, 0))[0]
             found[leaf] = (count + 1, module.in_features, module.out_features)

@@ -10,26 +10,31 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from opentinker_trainer.domain.dealing import deal, plan_for
 from opentinker_trainer.domain.losses import Component
-from opentinker_trainer.domain.plan import MicroBatch, PlanSettings, layout, plan, slices
+from opentinker_trainer.domain.plan import Layout, PlanSettings, layout, slices
 from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Array, Columns
 from opentinker_trainer.engine.logprobs import TokenScores
+from opentinker_trainer.engine.model_view import ModelView
 from opentinker_trainer.engine.objective import (
     BackwardOutput,
     Metrics,
     SampleScores,
     add_losses,
     add_metric,
+    add_ranks,
     empty_sums,
+    merge_metrics,
     needs_entropy_gradient,
     summarize,
+    take_part,
 )
 from opentinker_trainer.engine.packing import enable
 from opentinker_trainer.engine.policy import Gradient
+from opentinker_trainer.engine.ranks import Ranks
 from opentinker_trainer.engine.scoring import Scorer
 
 
@@ -58,20 +63,30 @@ class _Scores:
 
     logprobs: Array
     entropy: Array
+    values: Array | None
 
     @classmethod
-    def empty(cls, columns: Columns) -> "_Scores":
-        return cls(np.zeros(columns.starts[-1], np.float32), np.zeros(columns.starts[-1], np.float32))
+    def empty(cls, columns: Columns, *, values: bool) -> "_Scores":
+        logprobs, entropy, value = (np.zeros(columns.starts[-1], np.float32) for _ in range(3))
+        return cls(logprobs, entropy, value if values else None)
 
     def put(self, positions: NDArray[np.int64], result: TokenScores) -> None:
-        self.logprobs[positions] = result.logprobs.detach().float().numpy()
-        self.entropy[positions] = result.entropy.detach().float().numpy()
+        self.logprobs[positions] = result.logprobs.detach().float().cpu().numpy()
+        self.entropy[positions] = result.entropy.detach().float().cpu().numpy()
+        if self.values is not None and result.values is not None:
+            self.values[positions] = result.values.detach().float().cpu().numpy()
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Take over what other ranks computed."""
+        arrays = [self.logprobs, self.entropy]
+        ranks.sum_arrays(arrays if self.values is None else [*arrays, self.values])
 
     def by_sample(self, columns: Columns, skipped: frozenset[int]) -> list[SampleScores]:
-        pairs = zip(columns.split(self.logprobs), columns.split(self.entropy), strict=True)
+        logprobs, entropy = columns.split(self.logprobs), columns.split(self.entropy)
+        values = [None] * len(logprobs) if self.values is None else columns.split(self.values)
         return [
-            SampleScores(logprobs, entropy, index in skipped)
-            for index, (logprobs, entropy) in enumerate(pairs)
+            SampleScores(*of_sample, index in skipped)
+            for index, of_sample in enumerate(zip(logprobs, entropy, values, strict=True))
         ]
 
 
@@ -79,17 +94,27 @@ class _Pass:
     """A pass over a request, slice by slice.
 
     Which micro-batches there are, and in which order they run, follows from request and launch settings, so
-    that what runs between two slices cannot change a bit.
+    that what runs between two slices cannot change a bit. Over several ranks every rank makes the same plan
+    and runs its share of each slice.
     """
 
     def __init__(
-        self, scorer: Scorer, samples: Sequence[Sample], wanted: Sequence[int], settings: ComputeSettings
+        self,
+        scorer: Scorer,
+        view: ModelView,
+        ranks: Ranks,
+        samples: Sequence[Sample],
+        wanted: Sequence[int],
+        settings: ComputeSettings,
     ) -> None:
         self._scorer = scorer
+        self._view = view
+        self._ranks = ranks
         self._samples = samples
         self._columns = Columns.of(samples)
-        self._scores = _Scores.empty(self._columns)
-        self._slices = slices(plan(samples, wanted, settings.plan), settings.slice_tokens)
+        self._scores = _Scores.empty(self._columns, values=view.value_head is not None)
+        rounds = deal(plan_for(samples, wanted, settings.plan, ranks.count), ranks.count)
+        self._slices = slices(rounds, settings.slice_tokens)
         self._next = 0
 
     @property
@@ -104,35 +129,55 @@ class _Pass:
 
     def run_slice(self) -> None:
         """Run the next slice."""
-        for batch in self._slices[self._next] if self._slices else ():
-            self._run(batch)
+        for round_ in self._slices[self._next] if self._slices else ():
+            batch = round_.of(self._ranks.rank)
+            if batch is not None:
+                self._run(layout(batch, self._samples))
+            elif self._view.in_step:
+                self._keep_in_step(layout(round_.smallest, self._samples))
         self._next += 1
 
-    def _run(self, batch: MicroBatch) -> None:
+    def _run(self, cut: Layout) -> None:
+        raise NotImplementedError
+
+    def _keep_in_step(self, cut: Layout) -> None:
+        """Make the collective calls of a micro-batch; what comes out is not used."""
         raise NotImplementedError
 
 
 class ForwardPass(_Pass):
     """Logprobs and entropy at the loss tokens of each sample, without gradients."""
 
-    def __init__(self, scorer: Scorer, samples: Sequence[Sample], settings: ComputeSettings) -> None:
-        super().__init__(scorer, samples, _with_loss_tokens(samples), settings)
+    def __init__(
+        self,
+        scorer: Scorer,
+        view: ModelView,
+        ranks: Ranks,
+        samples: Sequence[Sample],
+        settings: ComputeSettings,
+    ) -> None:
+        super().__init__(scorer, view, ranks, samples, _with_loss_tokens(samples), settings)
         self._metrics: Metrics = {}
 
-    def _run(self, batch: MicroBatch) -> None:
-        cut = layout(batch, self._samples)
+    def _keep_in_step(self, cut: Layout) -> None:
         with torch.no_grad():
-            result = self._scorer.score(cut, self._columns)
+            self._scorer.score(self._view, cut, self._columns)
+
+    def _run(self, cut: Layout) -> None:
+        with torch.no_grad():
+            result = self._scorer.score(self._view, cut, self._columns)
         self._scores.put(self._columns.positions(cut), result)
         add_metric(self._metrics, "actor/entropy", float(result.entropy.double().sum()), len(cut.tokens))
 
     def finish(self) -> ForwardOutput:
         """The result, once every slice has run."""
-        return ForwardOutput(self._scores.by_sample(self._columns, frozenset()), self._metrics)
+        self._scores.add_ranks(self._ranks)
+        metrics = merge_metrics(self._ranks.gather(self._metrics))
+        return ForwardOutput(self._scores.by_sample(self._columns, frozenset()), metrics)
 
 
 class BackwardPass(_Pass):
-    """Losses, and the gradient of coefficient * sum / denominator with respect to `parameters`.
+    """Losses, and the gradient of coefficient * sum / denominator with respect to what the policy trains.
 
     The gradient is the pass's own until somebody takes it from the output. With `skip_inert` rows that cannot
     contribute are left out: their losses are 0 and still count as loss tokens, their logprobs are not
@@ -142,9 +187,10 @@ class BackwardPass(_Pass):
     def __init__(
         self,
         scorer: Scorer,
+        view: ModelView,
+        ranks: Ranks,
         samples: Sequence[Sample],
         components: Sequence[Component],
-        parameters: dict[str, Tensor],
         settings: ComputeSettings,
         *,
         skip_inert: bool,
@@ -153,54 +199,63 @@ class BackwardPass(_Pass):
         wanted = trainable
         if skip_inert:
             wanted = [index for index in trainable if not samples[index].is_inert(components)]
-        super().__init__(scorer, samples, wanted, settings)
+        super().__init__(scorer, view, ranks, samples, wanted, settings)
         self._components = components
-        self._parameters = parameters
         self._skipped = frozenset(trainable) - frozenset(wanted)
         # A deferred component is there even where nothing contributes: OptimStep carries its denominator.
         gradients: dict[str, Gradient] = {c.name: {} for c in components if c.denominator is None}
         self._output = BackwardOutput(empty_sums(samples, components), gradients, [], {}, 0)
 
-    def _run(self, batch: MicroBatch) -> None:
-        cut = layout(batch, self._samples)
-        result = self._scorer.score(
-            cut, self._columns, entropy_gradient=needs_entropy_gradient(self._components)
+    def _score(self, cut: Layout) -> TokenScores:
+        return self._scorer.score(
+            self._view,
+            cut,
+            self._columns,
+            entropy_gradient=needs_entropy_gradient(self._components),
         )
-        add_losses(
-            cut, self._samples, self._columns, self._components, result, self._parameters, self._output
-        )
+
+    def _keep_in_step(self, cut: Layout) -> None:
+        take_part(self._components, self._score(cut), self._view, self._output)
+
+    def _run(self, cut: Layout) -> None:
+        result = self._score(cut)
+        add_losses(cut, self._samples, self._columns, self._components, result, self._view, self._output)
         self._scores.put(self._columns.positions(cut), result)
         self._output.trained_tokens += len(cut.tokens)
 
     def finish(self) -> BackwardOutput:
         """The result, once every slice has run."""
+        self._view.reduce(self._output.gradients, self._ranks)
+        self._scores.add_ranks(self._ranks)
+        add_ranks(self._output, self._ranks)
         self._output.scores = self._scores.by_sample(self._columns, self._skipped)
         summarize(self._output, self._samples, self._components)
         return self._output
 
 
 class Compute:
-    """Begins passes; their slices run with whatever adapter is active in the model then."""
+    """Begins passes; their slices run while the view's policy is active."""
 
-    def __init__(self, base: BaseModel, settings: ComputeSettings) -> None:
+    def __init__(self, base: BaseModel, ranks: Ranks, settings: ComputeSettings) -> None:
+        self._ranks = ranks
         self._scorer = Scorer(base, settings.logit_rows)
         self._settings = replace(settings, plan=_fitting(settings.plan, base))
 
-    def begin_forward(self, samples: Sequence[Sample]) -> ForwardPass:
+    def begin_forward(self, view: ModelView, samples: Sequence[Sample]) -> ForwardPass:
         """A Forward of which no slice has run."""
-        return ForwardPass(self._scorer, samples, self._settings)
+        return ForwardPass(self._scorer, view, self._ranks, samples, self._settings)
 
     def begin_forward_backward(
         self,
+        view: ModelView,
         samples: Sequence[Sample],
         components: Sequence[Component],
-        parameters: dict[str, Tensor],
         *,
         skip_inert: bool,
     ) -> BackwardPass:
         """A ForwardBackward of which no slice has run."""
         return BackwardPass(
-            self._scorer, samples, components, parameters, self._settings, skip_inert=skip_inert
+            self._scorer, view, self._ranks, samples, components, self._settings, skip_inert=skip_inert
         )
 
 

@@ -5,8 +5,7 @@ names. An operation that raises has changed nothing.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import transformers
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.losses import Component
 from opentinker_trainer.domain.samples import Sample
-from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
+from opentinker_trainer.domain.tuning import AdamWStep, FullSpec, TuningSpec
 from opentinker_trainer.engine.adapters import AdapterBank
 from opentinker_trainer.engine.base_model import BaseModel, load_base_model
 from opentinker_trainer.engine.compute import (
@@ -26,9 +25,14 @@ from opentinker_trainer.engine.compute import (
     ForwardOutput,
     ForwardPass,
 )
+from opentinker_trainer.engine.full import FullWeights
+from opentinker_trainer.engine.model_files import ModelFiles
 from opentinker_trainer.engine.objective import BackwardOutput
 from opentinker_trainer.engine.policy import Policy, StepReport
-from opentinker_trainer.engine.state_files import load_state, save_adapter, save_state
+from opentinker_trainer.engine.ranks import Ranks
+from opentinker_trainer.engine.state_files import load_state, save_state
+from opentinker_trainer.engine.tensor_files import Writer
+from opentinker_trainer.engine.weights import Weights
 from opentinkerapi.runtime.reasons import Reason
 
 
@@ -42,6 +46,8 @@ class EngineSettings:
     attention: str = "sdpa"
     threads: int = 1
     compute: ComputeSettings = field(default_factory=ComputeSettings)
+    shard_bytes: int = 4 * 2**30
+    """Most bytes of one file of weights or optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +61,18 @@ class _OpenPass:
 class TorchEngine:
     """Policies over a base model."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        """Load the base model. ServiceError as `load_base_model`."""
+    def __init__(self, settings: EngineSettings, ranks: Ranks | None = None) -> None:
+        """Load the base model. ServiceError as `load_base_model`.
+
+        With `ranks` of several processes each of them has an engine, and every call is made on all of them.
+        """
         torch.set_num_threads(settings.threads)
         transformers.utils.logging.disable_progress_bar()
         self._settings = settings
         self.base: BaseModel = load_base_model(settings.model_path, settings.dtype, settings.attention)
-        self._bank = AdapterBank(self.base)
-        self._compute = Compute(self.base, settings.compute)
+        self._ranks = ranks or Ranks()
+        self._bank = AdapterBank(self.base, self._ranks, settings.model_id)
+        self._compute = Compute(self.base, self._ranks, settings.compute)
         self._policies: dict[str, Policy] = {}
         self._open: dict[str, _OpenPass] = {}
         """By policy: at most one pass each."""
@@ -72,12 +82,15 @@ class TorchEngine:
         """Names of the policies it holds."""
         return tuple(self._policies)
 
-    def create_policy(self, name: str, spec: LoraSpec, seed: int) -> Policy:
-        """A new policy; the same spec and seed give the same bits. One of that name is replaced."""
+    def create_policy(self, name: str, spec: TuningSpec, seed: int) -> Policy:
+        """A new policy; the same spec and seed give the same bits. One of that name is replaced.
+
+        ServiceError INVALID_FIELD or UNSUPPORTED_OPTION if the model cannot be tuned so.
+        """
         if name in self._policies:
             self.drop_policy(name)
         generator = torch.Generator().manual_seed(seed)
-        policy = Policy(self._bank.create(spec, generator), generator)
+        policy = Policy(self._weights(spec, generator), generator)
         self._policies[name] = policy
         return policy
 
@@ -86,12 +99,12 @@ class TorchEngine:
         self._open.pop(name, None)
         policy = self._policies.pop(name, None)
         if policy is not None:
-            self._bank.delete(policy.adapter)
+            policy.weights.delete()
 
     def begin_forward(self, name: str, samples: Sequence[Sample], *, use_base_model: bool = False) -> int:
         """Open a Forward of the policy, or of the bare base model; how many slices it takes."""
-        self._policy(name)
-        self._open[name] = _OpenPass(self._compute.begin_forward(samples), use_base_model)
+        view = self._bank.bare if use_base_model else self._policy(name).weights.view
+        self._open[name] = _OpenPass(self._compute.begin_forward(view, samples), use_base_model)
         return self._open[name].work.slices
 
     def begin_forward_backward(
@@ -103,8 +116,8 @@ class TorchEngine:
         skip_inert: bool = False,
     ) -> int:
         """Open a ForwardBackward of the policy; how many slices it takes."""
-        parameters = self._policy(name).parameters
-        work = self._compute.begin_forward_backward(samples, components, parameters, skip_inert=skip_inert)
+        view = self._policy(name).weights.view
+        work = self._compute.begin_forward_backward(view, samples, components, skip_inert=skip_inert)
         self._open[name] = _OpenPass(work)
         return work.slices
 
@@ -118,7 +131,7 @@ class TorchEngine:
         if opened is None:
             raise ServiceError(Reason.INTERNAL, f"{name} has no open pass")
         work = opened.work
-        with self._bank.base_only() if opened.use_base_model else self._active(name):
+        with self._bank.base_only() if opened.use_base_model else policy.weights.active():
             work.run_slice()
         if not work.ended:
             self._open[name] = opened
@@ -163,7 +176,9 @@ class TorchEngine:
 
     def save_state(self, name: str, directory: Path) -> list[str]:
         """Write the policy's whole state into a directory; returns the file names."""
-        return save_state(self._policy(name), self._settings.model_id, directory)
+        writer = self._writer(directory)
+        save_state(self._policy(name), writer)
+        return writer.finish()
 
     def load_state(
         self, name: str, directory: Path, *, weights_only: bool = False, drop_gradient: bool = False
@@ -174,9 +189,11 @@ class TorchEngine:
         load_state(policy, directory, weights_only=weights_only, drop_gradient=drop_gradient)
         return policy.steps
 
-    def export_adapter(self, name: str, directory: Path) -> list[str]:
-        """Write the weights in PEFT layout; returns the file names."""
-        return save_adapter(self._policy(name).adapter, self._settings.model_id, directory)
+    def export(self, name: str, directory: Path) -> list[str]:
+        """Write the weights as PEFT, transformers and vLLM load them; returns the file names."""
+        writer = self._writer(directory)
+        self._policy(name).weights.save(writer, exact=False)
+        return writer.finish()
 
     def base_digest(self) -> str:
         """SHA-256 over the base weights in memory: it never changes, whatever is trained."""
@@ -192,7 +209,11 @@ class TorchEngine:
             raise ServiceError(Reason.POLICY_NOT_FOUND, f"the engine does not hold {name}")
         return policy
 
-    @contextmanager
-    def _active(self, name: str) -> Iterator[None]:
-        with self._bank.active(self._policy(name).adapter):
-            yield
+    def _writer(self, directory: Path) -> Writer:
+        return Writer(directory, self._settings.shard_bytes, active=self._ranks.first)
+
+    def _weights(self, spec: TuningSpec, generator: torch.Generator) -> Weights:
+        if isinstance(spec, FullSpec):
+            files = ModelFiles(self.base.path, self.base.tied_names)
+            return FullWeights(self.base, spec, self._ranks, files)
+        return self._bank.create(spec, generator)

@@ -13,10 +13,13 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import Handler
 from opentinker_trainer import wire
 from opentinker_trainer.domain.plan import PlanSettings
+from opentinker_trainer.domain.tuning import OUTPUT_LAYER
+from opentinker_trainer.engine.checkpointing import decoder_layers
 from opentinker_trainer.engine.compute import ComputeSettings, ForwardOutput
 from opentinker_trainer.engine.core import EngineSettings, TorchEngine
 from opentinker_trainer.engine.objective import BackwardOutput, SampleScores
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime.images import ImageSettings
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.tensors import pack_floats
 from opentinkerapi.trainer.v1 import operation_pb2
@@ -67,6 +70,7 @@ class EngineHandlers:
                 attention=request.attention,
                 threads=request.threads,
                 compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens),
+                shard_bytes=request.export_shard_bytes or 4 * 2**30,
             )
         )
         base = self._loaded.base
@@ -77,10 +81,15 @@ class EngineHandlers:
                 pb.LinearLayers(name=name, count=count, in_features=inputs, out_features=outputs)
                 for name, (count, inputs, outputs) in base.linear_layers.items()
             ],
+            weight_count=base.weight_count,
+            output_layer=pb.LinearLayers(
+                name=OUTPUT_LAYER, count=1, in_features=base.hidden_size, out_features=base.vocab_size
+            ),
+            activation_checkpointing=bool(decoder_layers(base.model)),
         )
 
     def create_policy(self, request: pb.TrainCreatePolicyRequest) -> pb.TrainCreatePolicyResponse:
-        self._engine.create_policy(request.policy, wire.lora_of(request.lora), request.seed)
+        self._engine.create_policy(request.policy, wire.tuning_of(request.tuning), request.seed)
         return pb.TrainCreatePolicyResponse()
 
     def drop_policy(self, request: pb.TrainDropPolicyRequest) -> pb.TrainDropPolicyResponse:
@@ -93,7 +102,7 @@ class EngineHandlers:
             policy = request.forward.policy
             slices = self._engine.begin_forward(
                 policy,
-                wire.samples_of(request.forward.samples),
+                wire.samples_of(request.forward.samples, self._images),
                 use_base_model=request.forward.use_base_model,
             )
             opened = _Opened(return_entropy=request.forward.return_entropy)
@@ -101,7 +110,7 @@ class EngineHandlers:
             policy = request.forward_backward.policy
             slices = self._engine.begin_forward_backward(
                 policy,
-                wire.samples_of(request.forward_backward.samples),
+                wire.samples_of(request.forward_backward.samples, self._images),
                 wire.components_of(request.forward_backward.losses),
                 skip_inert=request.forward_backward.skip_inert_rows,
             )
@@ -144,7 +153,7 @@ class EngineHandlers:
 
     def save(self, request: pb.TrainSaveRequest) -> pb.TrainSaveResponse:
         started = time.monotonic()
-        write = self._engine.export_adapter if request.adapter_only else self._engine.save_state
+        write = self._engine.export if request.adapter_only else self._engine.save_state
         try:
             files = write(request.policy, Path(request.directory))
         except (OSError, SafetensorError) as error:
@@ -161,6 +170,11 @@ class EngineHandlers:
             drop_gradient=request.drop_gradient,
         )
         return pb.TrainRestoreResponse(step=step, engine_time=_since(started))
+
+    @property
+    def _images(self) -> ImageSettings | None:
+        vision = self._engine.base.vision
+        return None if vision is None else vision.settings
 
     @property
     def _engine(self) -> TorchEngine:

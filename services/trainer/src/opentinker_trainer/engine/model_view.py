@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opentinker_trainer.engine.logprobs import LowRank
-from opentinker_trainer.engine.numerics import accumulator
+from opentinker_trainer.engine.ranks import Ranks
 
 ResultT = TypeVar("ResultT")
 
@@ -24,9 +24,8 @@ class HeadAdapter:
     scale: float
 
     def of(self, hidden: Tensor) -> LowRank:
-        """For rows of hidden states [N, H]; in float32, as peft computes adapters."""
-        inner = functional.linear(hidden.to(self.a.dtype), self.a) * self.scale
-        return LowRank(inner, self.b)
+        """For hidden states [N, H]; in float32, as peft computes adapters."""
+        return LowRank(functional.linear(hidden.to(self.a.dtype), self.a) * self.scale, self.b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,16 @@ class OutputLayer:
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """A linear map from a hidden state to one number."""
+    """A linear map from a hidden state to one number, in float32 (float64 for float64 models)."""
 
     weight: Tensor
-    """[1, H], float32 (float64 for float64 models)."""
+    """[1, H]"""
     bias: Tensor
     """[1]"""
 
     def of(self, hidden: Tensor) -> Tensor:
         """Values [N] of rows [N, H]."""
-        return functional.linear(hidden.to(accumulator(self.weight.dtype)), self.weight, self.bias)[:, 0]
+        return functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
 class ModelView(Protocol):
@@ -73,7 +72,9 @@ class ModelView(Protocol):
 
     @property
     def in_step(self) -> bool:
-        """Whether forward and backward are collective calls: every rank makes the same number of them."""
+        """Whether `run` and `differentiate` are collective: every rank calls them in the same order, and
+        every term depends on the output layer.
+        """
         ...
 
     def run(self, work: Callable[[], ResultT]) -> ResultT:
@@ -82,4 +83,8 @@ class ModelView(Protocol):
 
     def differentiate(self, term: Tensor, into: dict[str, Tensor], *, keep_graph: bool) -> None:
         """Add the gradient of a scalar to `into`, by parameter name; fills it where it is empty."""
+        ...
+
+    def reduce(self, gradients: dict[str, dict[str, Tensor]], ranks: Ranks) -> None:
+        """Sum what ranks have of a pass's gradients by bucket, unless `differentiate` did. Collective."""
         ...

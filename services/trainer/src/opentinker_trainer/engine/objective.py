@@ -14,7 +14,9 @@ from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.engine.columns import Array, Columns
 from opentinker_trainer.engine.logprobs import TokenScores
 from opentinker_trainer.engine.losses import token_losses
+from opentinker_trainer.engine.model_view import ModelView
 from opentinker_trainer.engine.policy import RESOLVED, Gradient
+from opentinker_trainer.engine.ranks import Ranks
 from opentinker_trainer.engine.token_inputs import TokenInputs
 
 Metrics = dict[str, tuple[float, float]]
@@ -27,6 +29,8 @@ class SampleScores:
 
     logprobs: Array
     entropy: Array
+    values: Array | None = None
+    """None for policies without a value head."""
     skipped: bool = False
 
 
@@ -48,7 +52,7 @@ def add_losses(
     columns: Columns,
     components: Sequence[Component],
     result: TokenScores,
-    parameters: dict[str, Tensor],
+    view: ModelView,
     output: BackwardOutput,
 ) -> None:
     """Add the losses of a scored micro-batch, their gradient and metrics to `output`."""
@@ -70,22 +74,30 @@ def add_losses(
         terms[bucket] = terms[bucket] + term if bucket in terms else term
     (entropy,) = _sums([result.entropy])
     add_metric(output.metrics, "actor/entropy", entropy, len(cut.tokens))
-    _add_gradients(terms, parameters, output)
-
-
-def _add_gradients(terms: dict[str, Tensor], parameters: dict[str, Tensor], output: BackwardOutput) -> None:
-    names, tensors = list(parameters), list(parameters.values())
+    if view.in_step:
+        terms = _of_every_bucket(terms, components, result)
     for number, (bucket, term) in enumerate(terms.items()):
-        # A value head has no part in a policy loss, nor an output layer's adapter in a value loss.
-        gradients = torch.autograd.grad(
-            term, tensors, retain_graph=number + 1 < len(terms), allow_unused=True, materialize_grads=True
-        )
-        kept = output.gradients.get(bucket)
-        if not kept:
-            output.gradients[bucket] = dict(zip(names, gradients, strict=True))
-        else:
-            for name, gradient in zip(names, gradients, strict=True):
-                kept[name].add_(gradient)
+        view.differentiate(term, output.gradients.setdefault(bucket, {}), keep_graph=number + 1 < len(terms))
+
+
+def take_part(
+    components: Sequence[Component], result: TokenScores, view: ModelView, output: BackwardOutput
+) -> None:
+    """Of a micro-batch that only keeps this rank in step with the others: a gradient of 0."""
+    terms = _of_every_bucket({}, components, result)
+    for number, (bucket, term) in enumerate(terms.items()):
+        view.differentiate(term, output.gradients.setdefault(bucket, {}), keep_graph=number + 1 < len(terms))
+
+
+def _of_every_bucket(
+    terms: dict[str, Tensor], components: Sequence[Component], result: TokenScores
+) -> dict[str, Tensor]:
+    """The term of each bucket of the request, in the same order on every rank, and each of them a function of
+    the whole model.
+    """
+    nothing = result.logprobs.sum() * 0.0
+    buckets = dict.fromkeys(RESOLVED if c.denominator is not None else c.name for c in components)
+    return {bucket: terms[bucket] + nothing if bucket in terms else nothing for bucket in buckets}
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[float]:
@@ -141,3 +153,24 @@ def summarize(output: BackwardOutput, samples: Sequence[Sample], components: Seq
             add_metric(output.metrics, "actor/pg_loss", total, count)
     rows = float(len(samples))
     add_metric(output.metrics, "rows/skipped", float(sum(score.skipped for score in output.scores)), rows)
+
+
+def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
+    """Metrics of several ranks together, as one rank would have summed them."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, (total, weight) in part.items():
+            add_metric(merged, name, total, weight)
+    return merged
+
+
+def add_ranks(output: BackwardOutput, ranks: Ranks) -> None:
+    """Add what other ranks summed; loss tokens are those of the whole request on every rank. Collective."""
+    if ranks.count == 1:
+        return
+    sums = {name: total for name, (total, _) in output.loss_sums.items()}
+    parts = ranks.gather([sums, output.metrics, output.trained_tokens])
+    for name, (_, count) in output.loss_sums.items():
+        output.loss_sums[name] = (sum(part[0][name] for part in parts), count)
+    output.metrics = merge_metrics([part[1] for part in parts])
+    output.trained_tokens = sum(part[2] for part in parts)

@@ -25,13 +25,19 @@ def global_norm(gradients: Mapping[str, Tensor]) -> float:
 
 
 def apply_step(
-    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], state: AdamWState, step: AdamWStep
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    state: AdamWState,
+    step: AdamWStep,
+    norm: float | None = None,
 ) -> float:
     """Update `parameters` and `state` in place; returns the gradient's norm before clipping.
 
-    A norm that is not finite changes nothing: the caller skips and counts the step.
+    `norm` is given where the gradient is only a part of the whole one. One that is not finite changes
+    nothing: the caller skips and counts the step.
     """
-    norm = global_norm(gradients)
+    if norm is None:
+        norm = global_norm(gradients)
     if not math.isfinite(norm):
         return norm
     scale = 1.0

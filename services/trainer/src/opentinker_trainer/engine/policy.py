@@ -9,15 +9,14 @@ from torch import Tensor
 
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.tuning import AdamWStep
-from opentinker_trainer.engine.adapters import Adapter
 from opentinker_trainer.engine.optimizer import AdamWState, apply_step
+from opentinker_trainer.engine.weights import Gradient, Weights
 from opentinkerapi.runtime.reasons import Reason
+
+__all__ = ["RESOLVED", "Gradient", "Policy", "StepReport", "check_denominators"]
 
 RESOLVED = ""
 """Bucket of gradients whose denominators are known; every deferred component has its own."""
-
-Gradient = dict[str, Tensor]
-"""Parameter name -> gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class StepReport:
 class Policy:
     """One trainable policy. Nothing here is shared with another policy."""
 
-    adapter: Adapter
+    weights: Weights
     generator: torch.Generator
     """The policy's own randomness, seeded at creation, saved with it."""
     optimizer: AdamWState = field(default_factory=AdamWState)
@@ -46,7 +45,8 @@ class Policy:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        return self.adapter.parameters
+        """Name -> float32 weights (this rank's part)."""
+        return self.weights.parameters
 
     def add(self, gradients: Mapping[str, Gradient]) -> None:
         """Add one ForwardBackward's gradient. Until here a failing one has changed nothing."""
@@ -67,7 +67,8 @@ class Policy:
         deferred = set(self.gradients) - {RESOLVED}
         check_denominators(deferred, denominators)
         total = self._total(denominators)
-        norm = apply_step(self.parameters, total, self.optimizer, hyper)
+        norm = apply_step(self.parameters, total, self.optimizer, hyper, self.weights.norm(total))
+        self.weights.changed()
         self.gradients = {}
         skipped = not math.isfinite(norm)
         if skipped:
@@ -78,6 +79,8 @@ class Policy:
         return StepReport(self.steps, norm, skipped, self.consecutive_skips)
 
     def _total(self, denominators: Mapping[str, float]) -> Gradient:
+        if self.gradients.keys() == {RESOLVED} and self.gradients[RESOLVED].keys() == self.parameters.keys():
+            return self.gradients[RESOLVED]
         total = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
         for bucket, gradient in sorted(self.gradients.items()):
             scale = 1.0 if bucket == RESOLVED else 1.0 / denominators[bucket]

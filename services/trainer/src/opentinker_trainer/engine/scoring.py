@@ -1,5 +1,7 @@
 """The model call of a pass: from a layout to the scores of its loss tokens."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,48 +11,70 @@ from opentinker_trainer.domain.plan import PADDING, Layout
 from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Columns
 from opentinker_trainer.engine.logprobs import TokenScores, token_scores
+from opentinker_trainer.engine.model_view import ModelView
 from opentinker_trainer.engine.numerics import accumulator
 from opentinker_trainer.engine.packing import PackedRow, unseen_mask
 
 
 class Scorer:
-    """Runs the model as it is (whatever adapter is active in it)."""
+    """Runs the model of a policy that is active."""
 
     def __init__(self, base: BaseModel, logit_rows: int) -> None:
         self._base = base
         self._logit_rows = logit_rows
 
-    def score(self, cut: Layout, columns: Columns, *, entropy_gradient: bool = False) -> TokenScores:
-        hidden = self._base.decoder(
-            input_ids=torch.from_numpy(cut.token_ids), use_cache=False, **self._attention(cut)
-        ).last_hidden_state
+    def score(
+        self, view: ModelView, cut: Layout, columns: Columns, *, entropy_gradient: bool = False
+    ) -> TokenScores:
+        """Scores of the layout's loss tokens; values where the policy has a value head."""
+        return view.run(lambda: self._score(view, cut, columns, entropy_gradient))
+
+    def _score(self, view: ModelView, cut: Layout, columns: Columns, entropy_gradient: bool) -> TokenScores:
+        decoder = view.decoder
+        with self._images(cut, decoder) as inputs:
+            hidden = decoder(**inputs, use_cache=False).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(cut.sources)]
-        weight, bias = self._base.output
-        return token_scores(
+        output = view.output
+        scores = token_scores(
             rows,
-            weight,
-            bias,
+            output.weight,
+            output.bias,
             torch.from_numpy(columns.token_ids[columns.positions(cut)]),
-            torch.from_numpy(columns.temperatures[cut.samples]).to(accumulator(weight.dtype)),
+            torch.from_numpy(columns.temperatures[cut.samples]).to(accumulator(rows.dtype)),
             chunk=self._logit_rows,
             entropy=True,
             entropy_gradient=entropy_gradient,
+            low_rank=None if output.adapter is None else output.adapter.of(rows),
         )
+        if view.value_head is not None:
+            scores = scores._replace(values=view.value_head.of(rows))
+        return scores
 
-    def _attention(self, cut: Layout) -> dict[str, Any]:
-        """What tells the model which columns see which; nothing where rows are causal and padded."""
-        dtype = self._base.output[0].dtype
-        segments, positions = torch.from_numpy(cut.segments), torch.from_numpy(cut.position_ids)
-        if cut.packed_lengths:
-            rows = [
-                PackedRow(part.shape[1], _mask(part, dtype) if bool(part.any()) else None)
-                for part in segments.split(cut.packed_lengths, dim=1)
-            ]
-            unseen = unseen_mask(segments.shape[1])
-            return {"position_ids": positions, "attention_mask": unseen, "packed_rows": rows}
-        if cut.shared:
-            return {"position_ids": positions, "attention_mask": _mask(segments, dtype)}
-        return {}
+    @contextmanager
+    def _images(self, cut: Layout, decoder: Any) -> Iterator[dict[str, Any]]:
+        """What the decoder is called with; within, it sees the layout's images."""
+        ids = torch.from_numpy(cut.token_ids)
+        if not cut.images:
+            yield {"input_ids": ids, **_attention(cut, self._base.output[0].dtype)}
+            return
+        assert self._base.vision is not None, "images are refused where there is no vision tower"
+        with self._base.vision.placed(cut, decoder) as positions:
+            yield {"input_ids": ids, "position_ids": positions, "attention_mask": None}
+
+
+def _attention(cut: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """What tells the model which columns see which; nothing where rows are causal and padded."""
+    segments, positions = torch.from_numpy(cut.segments), torch.from_numpy(cut.position_ids)
+    if cut.packed_lengths:
+        rows = [
+            PackedRow(part.shape[1], _mask(part, dtype) if bool(part.any()) else None)
+            for part in segments.split(cut.packed_lengths, dim=1)
+        ]
+        unseen = unseen_mask(segments.shape[1])
+        return {"position_ids": positions, "attention_mask": unseen, "packed_rows": rows}
+    if cut.shared:
+        return {"position_ids": positions, "attention_mask": _mask(segments, dtype)}
+    return {}
 
 
 def _mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
