@@ -143,7 +143,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def image_settings(path: Path) -> images.ImageSettings | None:
-    """What the model in a directory does with images; None: it takes none. ServiceError UNSUPPORTED_OPTION."""
+    """What the model in a directory does with images, None if it takes none. UNSUPPORTED_OPTION."""
     try:
         return images.ImageSettings.of_files(tokenizer_files(path))
     except images.ImageError as error:
