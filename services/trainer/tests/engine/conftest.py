@@ -19,12 +19,23 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
     """Builds engines over the tiny model; keywords are settings of the launch."""
 
     def make(
-        *, dtype: str = "float32", attention: str = "sdpa", logit_rows: int = 256, **plan: int | bool
+        *,
+        dtype: str = "float32",
+        attention: str = "sdpa",
+        logit_rows: int = 256,
+        slice_tokens: int = 1024,
+        shard_bytes: int = 2**30,
+        **plan: int | bool,
     ) -> TorchEngine:
-        compute = ComputeSettings(PlanSettings(**plan), logit_rows)  # type: ignore[arg-type]
+        compute = ComputeSettings(PlanSettings(**plan), logit_rows, slice_tokens)  # type: ignore[arg-type]
         return TorchEngine(
             EngineSettings(
-                tiny_model_dir, "tiny-qwen3-random", dtype=dtype, attention=attention, compute=compute
+                tiny_model_dir,
+                "tiny-qwen3-random",
+                dtype=dtype,
+                attention=attention,
+                compute=compute,
+                shard_bytes=shard_bytes,
             )
         )
 

@@ -1,153 +1,338 @@
-"""The invariance harness: any cut, order or padding gives the same loss, gradient and metrics."""
+"""The invariance harness: whatever way a request is cut, laid out, ordered or divided, every loss gives the
+same sums, the same gradient and the same metrics.
+"""
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from services.trainer.tests.builders import gradient_of, largest, largest_difference, ragged_batch
+from services.trainer.tests.engine.cases import CASES, DENOMINATOR, full_batch, padded
 from services.trainer.tests.engine.conftest import SPEC, MakeEngine
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from opentinker_trainer.domain.losses import Component, CrossEntropy, ImportanceSampling, Loss, Ppo
+from opentinker_trainer.domain.losses import Component, CrossEntropy, Entropy, Ppo
 from opentinker_trainer.domain.samples import Sample
-from opentinker_trainer.domain.tuning import AdamWStep
+from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
 from opentinker_trainer.engine.core import TorchEngine
 from opentinker_trainer.engine.objective import BackwardOutput
 
-BOUND = 1e-6
-LOSSES: list[Loss] = [ImportanceSampling(), Ppo(0.2, 0.28, 3.0), CrossEntropy()]
+Cut = dict[str, int | bool | str]
+POLICY = "policies/p"
+SMALL = LoraSpec(4, 8.0, ("down_proj", "q_proj"), value_head=True)
+EXACT = 1e-9
 
 
-def run(engine: TorchEngine, samples: list[Sample], loss: Loss, **options: bool) -> BackwardOutput:
-    """Two steps of an own policy, so that B is not zero, then one pass."""
-    policy = engine.create_policy("policies/p", SPEC, seed=3)
+@dataclass(frozen=True)
+class Result:
+    """What a request gave."""
+
+    sums: dict[str, tuple[float, float]]
+    gradient: dict[str, Tensor]
+    metrics: dict[str, tuple[float, float]]
+
+    def check(self, other: "Result", bound: float, *, metrics: bool = True) -> None:
+        assert self.sums == {
+            name: pytest.approx(value, abs=bound, rel=bound) for name, value in other.sums.items()
+        }
+        assert largest_difference(self.gradient, other.gradient) < bound
+        if not metrics:
+            return
+        assert self.metrics.keys() == other.metrics.keys()
+        for name, (total, weight) in self.metrics.items():
+            expected, expected_weight = other.metrics[name]
+            assert weight == expected_weight, name
+            assert total == pytest.approx(expected, abs=bound * max(weight, 1.0), rel=bound), name
+
+
+def shaken(engine: TorchEngine, name: str, spec: LoraSpec, seed: int) -> None:
+    """A policy that differs from the base: what begins at zero is random."""
+    policy = engine.create_policy(name, spec, seed=seed)
     generator = np.random.default_rng(5)
-    for name, parameter in policy.parameters.items():
-        if ".lora_B." in name:
-            values = 0.05 * generator.standard_normal(tuple(parameter.shape))
-            parameter.data.copy_(parameter.new_tensor(values))
-    component = Component("main", loss, denominator=float(sum(s.loss_tokens for s in samples)))
-    return engine.forward_backward("policies/p", samples, [component], **options)
+    for key, parameter in policy.parameters.items():
+        if ".lora_A." not in key:
+            parameter.data.copy_(
+                parameter.new_tensor(0.05 * generator.standard_normal(tuple(parameter.shape)))
+            )
 
 
-def means(output: BackwardOutput) -> dict[str, float]:
-    return {name: total / weight for name, (total, weight) in output.metrics.items() if weight}
+class Engines:
+    """Engines by their cut, each with the same policy."""
+
+    def __init__(self, make_engine: MakeEngine) -> None:
+        self._make = make_engine
+        self._engines: dict[tuple[tuple[str, int | bool | str], ...], TorchEngine] = {}
+
+    def get(self, cut: Cut) -> TorchEngine:
+        key = tuple(sorted(cut.items()))
+        if key not in self._engines:
+            engine = self._make(dtype="float64", **cut)
+            shaken(engine, POLICY, SMALL, 3)
+            self._engines[key] = engine
+        engine = self._engines[key]
+        engine._policies[POLICY].gradients = {}
+        return engine
+
+    def run(
+        self,
+        cut: Cut,
+        component: Component,
+        parts: Iterable[list[Sample]] = (),
+        **options: bool,
+    ) -> Result:
+        """One request for each part (default: the batch as it is), their results together."""
+        engine = self.get(cut)
+        outputs = [
+            engine.forward_backward(POLICY, part, [component], **options) for part in parts or [full_batch()]
+        ]
+        return together(engine, outputs, component)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_any_cut_gives_the_same_loss_gradient_and_metrics(make_engine: MakeEngine, loss: Loss) -> None:
-    samples = ragged_batch()
-    whole = make_engine(token_budget=100_000, share_prefix=False, pack=False)
-    expected = run(whole, samples, loss)
-    gradient = gradient_of(whole, "policies/p")
-    assert largest(gradient) > 1e-3
-    cuts = [{"max_rows": rows, "share_prefix": share} for rows in (1, 2, 4, 8) for share in (False, True)]
-    cuts += [{"token_budget": 64}, {"logit_rows": 5}, {"max_shared_row_tokens": 24}]
-    for cut in cuts:
-        engine = make_engine(**cut)
-        output = run(engine, samples, loss)
-        assert largest_difference(gradient_of(engine, "policies/p"), gradient) < BOUND, cut
-        assert means(output) == pytest.approx(means(expected), abs=BOUND, rel=1e-5), cut
-        assert output.loss_sums["main"] == pytest.approx(expected.loss_sums["main"], rel=1e-6), cut
-
-
-def test_in_float64_the_cuts_agree_to_rounding(make_engine: MakeEngine) -> None:
-    samples = ragged_batch()
-    whole = make_engine(dtype="float64", token_budget=100_000, share_prefix=False)
-    run(whole, samples, Ppo())
-    for cut in ({"max_rows": 1, "share_prefix": False}, {"share_prefix": True}, {"attention": "eager"}):
-        engine = make_engine(dtype="float64", **cut)
-        run(engine, samples, Ppo())
-        difference = largest_difference(gradient_of(engine, "policies/p"), gradient_of(whole, "policies/p"))
-        assert difference < 1e-7  # transformers norms and rotary angles stay float32
-
-
-def test_order_and_padding_do_not_matter(shared_engine: TorchEngine) -> None:
-    samples = ragged_batch()
-    expected = run(shared_engine, samples, Ppo())
-    gradient = gradient_of(shared_engine, "policies/p")
-    logprobs = [score.logprobs for score in expected.scores]
-
-    order = [5, 2, 7, 0, 3, 6, 1, 4]
-    shuffled = run(shared_engine, [samples[i] for i in order], Ppo())
-    assert largest_difference(gradient_of(shared_engine, "policies/p"), gradient) < BOUND
-    for at, index in enumerate(order):
-        np.testing.assert_allclose(shuffled.scores[at].logprobs, logprobs[index], atol=1e-5)
-
-    # Five more columns that nobody trains on (B06).
-    padded = [pad(sample, 5) for sample in samples]
-    output = run(shared_engine, padded, Ppo())
-    assert largest_difference(gradient_of(shared_engine, "policies/p"), gradient) < BOUND
-    assert means(output) == pytest.approx(means(expected), abs=BOUND, rel=1e-5)
-
-
-def pad(sample: Sample, count: int) -> Sample:
-    def longer(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else np.concatenate([array, np.zeros(count, array.dtype)])
-
-    return replace(
-        sample,
-        token_ids=longer(sample.token_ids),
-        loss_mask=longer(sample.loss_mask),
-        behavior_logprobs=longer(sample.behavior_logprobs),
-        advantages=longer(sample.advantages),
+def together(engine: TorchEngine, outputs: list[BackwardOutput], component: Component) -> Result:
+    gradients = engine._policies[POLICY].gradients
+    scale = 1.0 if component.denominator is not None else DENOMINATOR
+    gradient = gradients["" if component.denominator is not None else component.name]
+    return Result(
+        added(output.loss_sums for output in outputs),
+        {name: value.clone() / scale for name, value in gradient.items()},
+        added(output.metrics for output in outputs),
     )
 
 
-def test_two_halves_and_a_step_are_one_whole_and_a_step(make_engine: MakeEngine) -> None:
-    """B94: the gradient accumulates until OptimStep; a deferred denominator divides the same."""
-    engine = make_engine(dtype="float64")
-    samples = ragged_batch()
-    count = float(sum(sample.loss_tokens for sample in samples))
-    known = Component("main", Ppo(), denominator=count)
-    deferred = Component("main", Ppo(), denominator=None)
+def added(parts: Iterable[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    result: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (total, weight) in part.items():
+            done = result.get(name, (0.0, 0.0))
+            result[name] = (done[0] + total, done[1] + weight)
+    return result
+
+
+def norm(self: Qwen3RMSNorm, hidden_states: Tensor) -> Tensor:
+    """As the model's own, which computes in float32 whatever it is given."""
+    mean = hidden_states.square().mean(-1, keepdim=True)
+    return self.weight * hidden_states * torch.rsqrt(mean + self.variance_epsilon)
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine: MakeEngine) -> Iterator[Engines]:
+    """In float64 from end to end; rotary angles are float32 and depend on nothing but the position."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3RMSNorm, "forward", norm)
+        yield Engines(make_engine)
+
+
+WHOLE: Cut = {"token_budget": 100_000, "share_prefix": False, "pack": False}
+PACKED: Cut = {"token_budget": 100_000}
+SLICED: Cut = {"max_rows": 2, "logit_rows": 5, "slice_tokens": 64}
+CUTS: list[Cut] = [
+    {"max_rows": 1, "share_prefix": False, "pack": False},
+    {"max_rows": 2, "pack": False},
+    {"max_rows": 4, "share_prefix": False, "pack": False},
+    SLICED,
+]
+MORE_CUTS: list[Cut] = [
+    {"max_rows": 8, "pack": False},
+    {"token_budget": 64, "share_prefix": False},
+    {"token_budget": 64, "logit_rows": 1},
+    {"max_shared_row_tokens": 24},
+    {"max_shared_row_tokens": 24, "pack": False},
+    PACKED,
+]
+
+
+@pytest.mark.parametrize("component", CASES.values(), ids=CASES)
+def test_any_cut_gives_the_same_loss_gradient_and_metrics(engines: Engines, component: Component) -> None:
+    """B01, B03, B05, B10, B13, B14, B16, B28: of every loss, with junk where the mask is 0."""
+    whole = engines.run(WHOLE, component)
+    assert largest(whole.gradient) > 1e-6
+    assert all(np.isfinite(value).all() for value in (*whole.sums.values(), *whole.metrics.values()))
+    for cut in CUTS:
+        engines.run(cut, component).check(whole, EXACT)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "entropy", "value_clipped", "ppo_sequence_mask"])
+def test_more_cuts(engines: Engines, name: str) -> None:
+    """Of a loss of each kind: per token, per sequence, of the whole distribution, of the value head."""
+    whole = engines.run(WHOLE, CASES[name])
+    for cut in MORE_CUTS:
+        engines.run(cut, CASES[name]).check(whole, EXACT)
+
+
+def shuffled(rows: list[Sample]) -> list[list[Sample]]:
+    return [[rows[i] for i in (5, 2, 7, 0, 3, 6, 1, 4)]]
+
+
+def longer(rows: list[Sample]) -> list[list[Sample]]:
+    return [[padded(row, 5) for row in rows]]
+
+
+def chunked(rows: list[Sample]) -> list[list[Sample]]:
+    return [rows[:1], rows[1:6], rows[6:]]
+
+
+@pytest.mark.parametrize("component", CASES.values(), ids=CASES)
+def test_order_padding_and_chunks_do_not_matter(engines: Engines, component: Component) -> None:
+    """B06, B12, B94, and a denominator that comes with the step is the same as one that is known before."""
+    expected = engines.run(PACKED, component)
+    for way in (shuffled, longer):
+        engines.run(PACKED, component, way(full_batch())).check(expected, EXACT)
+    engines.run(PACKED, component, chunked(full_batch())).check(expected, EXACT)
+    deferred = replace(component, denominator=None)
+    engines.run(PACKED, deferred, chunked(full_batch())).check(expected, EXACT)
+
+
+@pytest.mark.parametrize("component", CASES.values(), ids=CASES)
+def test_another_policy_does_not_matter(engines: Engines, component: Component) -> None:
+    """B07: bit for bit, slice by slice beside another policy of another shape and size."""
+    alone = engines.run(SLICED, component)
+    engine = engines.get(SLICED)
+    shaken(engine, "policies/other", SPEC, 9)
+    try:
+        engine.begin_forward_backward(POLICY, full_batch(), [component])
+        engine.begin_forward_backward("policies/other", ragged_batch()[:3], [CASES["ppo"]])
+        outputs: dict[str, BackwardOutput] = {}
+        while len(outputs) < 2:
+            for name in (POLICY, "policies/other"):
+                if name not in outputs and (output := engine.advance(name)) is not None:
+                    assert isinstance(output, BackwardOutput)
+                    outputs[name] = output
+        beside = together(engine, [outputs[POLICY]], component)
+    finally:
+        engine.drop_policy("policies/other")
+    assert (beside.sums, beside.metrics) == (alone.sums, alone.metrics)
+    assert all(torch.equal(beside.gradient[name], value) for name, value in alone.gradient.items())
+
+
+@pytest.mark.parametrize("component", CASES.values(), ids=CASES)
+def test_rows_that_cannot_contribute_are_left_out(engines: Engines, component: Component) -> None:
+    """Their loss of 0 still counts; where they can contribute they are computed."""
+    zeros = [np.zeros(row.length, np.float32) for row in full_batch()]
+    rows = [
+        replace(row, weights=zero) if at % 4 == 1 else replace(row, advantages=zero) if at % 4 == 3 else row
+        for at, (row, zero) in enumerate(zip(full_batch(), zeros, strict=True))
+    ]
+    full = engines.run(WHOLE, component, [rows])
+    engine = engines.get(WHOLE)
+    output = engine.forward_backward(POLICY, rows, [component], skip_inert=True)
+    short = together(engine, [output], component)
+    short.check(full, EXACT, metrics=False)
+    skipped = [score.skipped for score in output.scores]
+    assert skipped == [at % 4 == 1 or (at % 4 == 3 and component.silent_without_advantage) for at in range(8)]
+    name = f"loss/{component.name}"
+    assert short.metrics[name] == pytest.approx(full.metrics[name], abs=EXACT)
+
+
+def test_in_float32_the_cuts_agree_to_a_millionth(make_engine: MakeEngine) -> None:
+    """In the precision that policies are trained in."""
+    results = []
+    component = CASES["ppo"]
+    for cut in (WHOLE, CUTS[0], PACKED, {"attention": "eager"}):
+        engine = make_engine(**cut)
+        shaken(engine, POLICY, SMALL, 3)
+        output = engine.forward_backward(POLICY, full_batch(), [component])
+        results.append(together(engine, [output], component))
+    for result in results[1:]:
+        result.check(results[0], 1e-6)
+
+
+def test_chunks_end_in_the_same_step(engines: Engines) -> None:
+    """B10, B12, B94: parameters and gradient norm after the step, for known and deferred denominators."""
+    engine = engines.get(SLICED)
+    samples = full_batch()
+    component = CASES["ppo"]
+    deferred = replace(component, denominator=None)
     step = AdamWStep(learning_rate=1e-2, clip_norm=1.0)
     results = []
-    for parts, component in [
-        ([samples], known),
-        ([samples[:3], samples[3:]], known),
-        ([samples[:3], samples[3:]], deferred),
+    for parts, wanted in [
+        ([samples], component),
+        ([[row] for row in samples], component),
+        (chunked(samples), deferred),
     ]:
-        policy = engine.create_policy("policies/p", SPEC, seed=0)
+        policy = engine.create_policy("policies/q", SPEC, seed=0)
         for part in parts:
-            engine.forward_backward("policies/p", part, [component])
-        denominators = {} if component.denominator else {"main": count}
-        report = engine.optim_step("policies/p", step, denominators)
+            engine.forward_backward("policies/q", part, [wanted])
+        denominators = {} if wanted.denominator else {wanted.name: DENOMINATOR}
+        report = engine.optim_step("policies/q", step, denominators)
         assert report.step == 1
         results.append(({k: v.clone() for k, v in policy.parameters.items()}, report.grad_norm))
+    engine.drop_policy("policies/q")
     for parameters, norm in results[1:]:
         assert largest_difference(parameters, results[0][0]) < 1e-5
         assert norm == pytest.approx(results[0][1], rel=1e-6)
 
 
-def test_several_components_add_up(make_engine: MakeEngine) -> None:
-    """Known and deferred denominators in one request, with coefficients, on some rows only."""
-    engine = make_engine(dtype="float64")
-    samples = ragged_batch()
-    engine.create_policy("policies/p", SPEC, seed=0)
+def test_several_components_add_up(engines: Engines) -> None:
+    """Known and deferred denominators in one request, with coefficients, on some rows only; a policy loss
+    beside supervision, a divergence, entropy, distillation and a value.
+    """
+    engine = engines.get(SLICED)
+    samples = full_batch()
+    names = {
+        "ppo_token_truncate": 2.0,
+        "kl_k3": 0.1,
+        "entropy": -0.5,
+        "value_clipped": 0.5,
+        "distillation": 1.0,
+    }
     parts = [
-        Component("policy", Ppo(), denominator=7.0, coefficient=2.0),
-        Component("behave", CrossEntropy(), denominator=None, coefficient=0.5),
+        replace(CASES[name], coefficient=factor, denominator=7.0 + at)
+        for at, (name, factor) in enumerate(names.items())
     ]
-    marked = [replace(s, components=frozenset({"policy"}) if i % 2 else None) for i, s in enumerate(samples)]
-    engine.forward_backward("policies/p", marked, parts)
-    together = engine._policies["policies/p"]._total({"behave": 3.0})
+    parts.append(Component("behave", CrossEntropy(), denominator=None, coefficient=0.5))
+    marked = [replace(s, components=frozenset(names) if i % 2 else None) for i, s in enumerate(samples)]
+    engine.forward_backward(POLICY, marked, parts)
+    gathered = engine._policies[POLICY].gradients
+    known, behave = dict(gathered[""]), dict(gathered["behave"])
 
-    engine.create_policy("policies/p", SPEC, seed=0)
-    engine.forward_backward("policies/p", samples, [Component("policy", Ppo(), 7.0 / 2.0)])
-    engine.forward_backward("policies/p", samples[::2], [Component("behave", CrossEntropy(), 3.0 / 0.5)])
-    assert largest_difference(together, gradient_of(engine, "policies/p")) < 1e-7
+    engine = engines.get(SLICED)
+    for part in parts[:-1]:
+        engine.forward_backward(POLICY, samples, [part])
+    assert largest_difference(known, gradient_of(engine, POLICY)) < EXACT
+    engine = engines.get(SLICED)
+    engine.forward_backward(POLICY, samples[::2], [Component("behave", CrossEntropy(), 1.0, coefficient=0.5)])
+    assert largest_difference(behave, gradient_of(engine, POLICY)) < EXACT
 
 
-def test_rows_that_cannot_contribute_are_left_out(shared_engine: TorchEngine) -> None:
-    samples = [
-        replace(s, advantages=s.advantages * (i % 2)) if s.advantages is not None else s
-        for i, s in enumerate(ragged_batch())
-    ]
-    full = run(shared_engine, samples, Ppo())
-    gradient = gradient_of(shared_engine, "policies/p")
-    short = run(shared_engine, samples, Ppo(), skip_inert=True)
-    assert largest_difference(gradient_of(shared_engine, "policies/p"), gradient) < BOUND
-    assert [score.skipped for score in short.scores] == [True, False] * 4
-    assert short.loss_sums["main"] == pytest.approx(full.loss_sums["main"])
-    assert means(short)["actor/pg_loss"] == pytest.approx(means(full)["actor/pg_loss"])
-    assert short.trained_tokens < full.trained_tokens
+def test_an_update_of_two_tenants_is_that_of_each_alone(engines: Engines) -> None:
+    """B07: a tenant with one row beside one with seven."""
+    engine = engines.get(SLICED)
+    rows = full_batch()
+    step = AdamWStep(learning_rate=1e-2, clip_norm=1.0)
+
+    def train(*tenants: tuple[str, list[Sample]]) -> dict[str, dict[str, Tensor]]:
+        for name, _ in tenants:
+            engine.create_policy(name, SPEC, seed=1)
+        for name, own in tenants:
+            engine.forward_backward(
+                name, own, [Component("main", Ppo(), float(sum(r.loss_tokens for r in own)))]
+            )
+        for name, _ in tenants:
+            engine.optim_step(name, step)
+        found = {
+            name: {key: value.clone() for key, value in engine._policies[name].parameters.items()}
+            for name, _ in tenants
+        }
+        for name, _ in tenants:
+            engine.drop_policy(name)
+        return found
+
+    small, large = ("policies/a", rows[:1]), ("policies/b", rows[1:])
+    both = train(small, large)
+    for tenant in (small, large):
+        (alone,) = train(tenant).values()
+        assert all(torch.equal(alone[key], value) for key, value in both[tenant[0]].items())
+
+
+def test_entropy_moves_nothing_unless_it_is_asked_for(engines: Engines) -> None:
+    """Its metric is there in any case, of the same value."""
+    plain = engines.run(WHOLE, CASES["ppo"])
+    engine = engines.get(WHOLE)
+    bonus = Component("entropy", Entropy(), DENOMINATOR, coefficient=0.0)
+    output = engine.forward_backward(POLICY, full_batch(), [CASES["ppo"], bonus])
+    assert output.metrics["actor/entropy"] == pytest.approx(plain.metrics["actor/entropy"])
+    assert output.loss_sums["entropy"][0] < 0
+    assert largest_difference(gradient_of(engine, POLICY), plain.gradient) < 1e-12

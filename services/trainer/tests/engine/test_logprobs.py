@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from services.trainer.tests import golden
 
-from opentinker_trainer.engine.logprobs import token_scores
+from opentinker_trainer.engine.logprobs import LowRank, token_scores
 
 
 def case(count: int = 10, width: int = 8, vocabulary: int = 40) -> tuple[torch.Tensor, ...]:
@@ -31,11 +32,52 @@ def test_values_entropy_and_gradient_equal_log_softmax(chunk: int) -> None:
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("of", ["entropy", "both"])
+def test_entropy_has_a_gradient_where_it_is_asked_for(chunk: int, of: str) -> None:
+    """B115: chunk by chunk, with respect to the hidden states and every trained part of the output layer."""
+    hidden, weight, bias, targets, temperatures = case()
+    generator = torch.Generator().manual_seed(1)
+    inner = torch.randn(10, 2, dtype=torch.float64, generator=generator)
+    outer = torch.randn(40, 2, dtype=torch.float64, generator=generator)
+    sources = [hidden, *(each.requires_grad_() for each in (weight, bias, inner, outer))]
+    scale = torch.linspace(-1, 2, 10, dtype=torch.float64)
+    scores = token_scores(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperatures,
+        chunk=chunk,
+        entropy=True,
+        entropy_gradient=True,
+        low_rank=LowRank(inner, outer),
+    )
+    logprobs = torch.log_softmax((hidden @ weight.T + bias + inner @ outer.T) / temperatures[:, None], -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-12, rtol=0)
+    found, expected = (scores.entropy * scale).sum(), (entropy * scale).sum()
+    if of == "both":
+        found, expected = found + scores.logprobs.sum(), expected + chosen.sum()
+    for one, other in zip(
+        torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
+
+
+def test_entropy_has_no_gradient_where_it_is_not_asked_for() -> None:
+    hidden, weight, bias, targets, temperatures = case()
+    scores = token_scores(hidden, weight, bias, targets, temperatures, chunk=3, entropy=True)
+    assert scores.logprobs.requires_grad
+    assert not scores.entropy.requires_grad
+
+
 def test_temperature_is_applied_to_the_logits() -> None:
     """B51, T1 of the reference: logits 2, 1, 0, -1 and token 1 at temperature 0.7."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
     identity = torch.eye(4, dtype=torch.float64)
-    for temperature, expected in [(1.0, -1.440189698561), (0.7, -1.699245259261)]:
+    for temperature, expected in [(1.0, golden.T1_RAW), (0.7, golden.T1_SCALED)]:
         scores = token_scores(
             logits,
             identity,
