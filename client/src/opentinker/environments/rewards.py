@@ -6,10 +6,11 @@ no value either. Neither is ever 0.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from opentinker.environments.errors import InvalidReward
+from opentinker.records import dataclass
 
 
 class RewardStatus(StrEnum):

@@ -12,7 +12,7 @@ weights.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from opentinker.loop.learner import Learner
 from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.loop.recorder import Recorder
 from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_later
+from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import Limits
 from opentinker.rollout.rollouts import TRAIN, Rollouts
 from opentinker.rollout.trajectory import Batch
@@ -79,6 +80,7 @@ def fit(
     model: str,
     *,
     tuning: Tuning | None = None,
+    from_checkpoint: Checkpoint | str = "",
     algorithm: Algorithm | None = None,
     groups_per_step: int = 8,
     steps: int = 40,
@@ -109,7 +111,8 @@ def fit(
 
     Each step plays `groups_per_step` groups of `algorithm.group_size` episodes of one task, takes one
     optimizer step on them (more where the algorithm has epochs or mini-batches) and publishes the weights.
-    `tuning` says what is trained: LoRA(...) (default) or Full(...). `learning_rate` is a number or a function
+    `tuning` says what is trained: LoRA(...) (default) or Full(...); `from_checkpoint` gives it the weights of
+    a checkpoint of the same tuning to start from (of `sft()`, say). `learning_rate` is a number or a function
     of the step (1, 2, 3 ...); the rest of the optimizer is `optimizer` (default: gradient norm clipped at 1).
     The loss is divided by the loss tokens of the whole batch, rows that cannot contribute included, unless
     the algorithm aggregates in another way. `env` is an environment class, played in this process, or the
@@ -162,6 +165,8 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
                 name=f"{plan.name} critic".strip(),
                 beside=policy,
             )
+        await _start(plan, policy, critic)
+        begun = policy.step
         batches = Rollouts(
             policy,
             plan.env,
@@ -183,7 +188,7 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             policy,
             recorder.run,
             recorder.directory,
-            policy.step,
+            policy.step - begun,
             recorder.rows,
             recorder.evaluations,
             policy.checkpoint,
@@ -193,6 +198,19 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
         for callback in plan.callbacks:
             callback.on_end(result)
     return result
+
+
+async def _start(plan: Plan, policy: Policy, critic: Policy | None) -> None:
+    """Give the policy the weights that it starts from, and make them its next version. A critic with the same
+    tuning starts from them too, its head new: it then knows what the policy knows.
+    """
+    if not plan.from_checkpoint:
+        return
+    await policy.restore(plan.from_checkpoint, weights_only=True)
+    if critic is not None and plan.critic_tuning == replace(plan.tuning, value_head=True):
+        await critic.restore(plan.from_checkpoint, weights_only=True)
+    version = await policy.publish()
+    await policy.load(version.version)
 
 
 async def _steps(plan: Plan, learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder) -> str:
@@ -327,5 +345,7 @@ def _plan(given: Mapping[str, Any]) -> Plan:
         "env_options": {},
     }
     options |= {name: value for name, value in defaults.items() if options[name] is None}
+    start = options["from_checkpoint"]
+    options["from_checkpoint"] = start.name if isinstance(start, Checkpoint) else start
     options["run_dir"] = Path(options["run_dir"]) if options["run_dir"] is not None else None
     return Plan(**options)

@@ -5,13 +5,13 @@ trained on. Only the trainer shifts. What is malformed is refused here, by index
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import InvalidSample, Reason
+from opentinker.records import dataclass
 from opentinker.sampling.prompt import PlacedImage, chunks, images_of
 from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
 from opentinkerapi.runtime.tensors import pack_floats
