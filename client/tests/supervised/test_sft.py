@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,14 @@ async def test_from_a_loop_of_ones_own(doubles: World, tmp_path: Path) -> None:
     result = await ot.sft_async(chats(4), "tiny", epochs=1, batch_size=2, run_dir=tmp_path / "run")
     assert result.steps == 2
     assert await asyncio.wait_for(result.policy.chat("1 + 1?"), 10)
+
+
+def test_every_metric_is_in_the_table(doubles: World, tmp_path: Path) -> None:
+    result = tune(doubles, tmp_path, evaluation=chats(2, 50))
+    section = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text().split("\n## ")[1]
+    documented = set(re.findall(r"`([^`]+/[^`]+)`", section))
+    rows = [*result.metrics, *(found.metrics() for _, found in result.evaluations)]
+    assert {name for row in rows for name in row} == documented
 
 
 def test_the_curve(doubles: World, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `opentinker up | down | status | demo`."""
+"""The command line: `opentinker up | down | status | demo | sft`."""
 
 import sys
 

@@ -82,6 +82,84 @@ def demo(
     run_demo(seed=seed, steps=steps, out=out, engine=engine, state_dir=state_dir)
 
 
+@app.command()
+def sft(
+    data: Annotated[str, typer.Argument(help=".jsonl or .parquet file, or directory of a saved data set.")],
+    model: Annotated[str, typer.Option(help="Model id, or a directory on the server.")],
+    evaluation: Annotated[str | None, typer.Option(help="Held-out rows, as DATA.")] = None,
+    evaluation_every: Annotated[int | None, typer.Option(min=1, help="Steps between measurements.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data (default 1).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows a step (default 16).")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a step, instead of rows.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps until the peak.")] = 0,
+    decay: Annotated[str, typer.Option(help="none, linear or cosine.")] = "none",
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
+    train_on: Annotated[str, typer.Option(help="all assistant turns, or the last.")] = "all",
+    rewritten_history: Annotated[
+        str, typer.Option(help="refuse or split, where the template rewrites earlier turns.")
+    ] = "refuse",
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest row.")] = None,
+    too_long: Annotated[str, typer.Option(help="refuse longer rows, or drop and count them.")] = "refuse",
+    ignore: Annotated[list[str] | None, typer.Option(help="Column to ignore; may be repeated.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints.")] = None,
+    resume: Annotated[str, typer.Option(help="Run to go on with, runs/...")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of order and adapter.")] = 0,
+    name: Annotated[str, typer.Option(help="What the run is called.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Where metrics are saved (default: runs/RUN).")] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the losses into loss.png.")] = False,
+    state_dir: StateDir = None,
+    address: Annotated[str | None, typer.Option(help="host:port of another cluster's scheduler.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="OPENTINKER_API_KEY", help="Its API key.")] = None,
+) -> None:
+    """Train a model to say what the assistant says in a data set."""
+    import opentinker as ot
+    from opentinker.supervised.result import plotter
+
+    if plot:
+        plotter()
+    tuning: Any = ot.Full() if full else ot.LoRA(rank=rank)
+    with connect(address, key=key, state_dir=None if address else state_dir):
+        result = ot.sft(
+            data,
+            model,
+            tuning=tuning,
+            evaluation=evaluation,
+            evaluation_every=evaluation_every,
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            batch_tokens=batch_tokens,
+            learning_rate=learning_rate,
+            warmup=warmup,
+            decay=decay,  # type: ignore[arg-type]  # words are checked, and refused with what is allowed
+            train_on=train_on,  # type: ignore[arg-type]
+            rewritten_history=rewritten_history,  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            too_long=too_long,  # type: ignore[arg-type]
+            ignore_columns=ignore or (),
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            seed=seed,
+            name=name,
+            run_dir=out,
+            progress=True,
+        )
+        typer.echo(
+            f"{result.run}: {result.steps} steps, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"
+        )
+        for step, found in result.evaluations:
+            typer.echo(f"  step {step}: {found.summary}")
+        if dropped := int(result.data["data/dropped_too_long"]):
+            typer.echo(f"  {dropped} rows were too long and left out")
+        typer.echo(f"  published {result.policy.name} version {result.version}")
+        typer.echo(f"  metrics in {result.run_dir}")
+        if plot:
+            typer.echo(f"  losses drawn in {result.plot(result.run_dir / 'loss.png')}")
+
+
 def _show(cluster: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
