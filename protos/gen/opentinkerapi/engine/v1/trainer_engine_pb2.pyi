@@ -43,6 +43,8 @@ class TrainLoadRequest(_message.Message):
     SLICE_TOKENS_FIELD_NUMBER: _builtins.int
     PACK_ROWS_FIELD_NUMBER: _builtins.int
     FORWARD_DTYPE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    EXPORT_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Directory of the base model."""
     model_id: _builtins.str
@@ -69,6 +71,10 @@ class TrainLoadRequest(_message.Message):
     """Whether rows of different sequences are packed end to end."""
     forward_dtype: _builtins.str
     """Precision of the forward and backward pass; empty: dtype."""
+    ranks: _builtins.int
+    """Processes that a policy is spread over; 0 is 1."""
+    export_shard_bytes: _builtins.int
+    """Most bytes of one weight file of a full-parameter policy; 0: 4 GiB."""
     def __init__(
         self,
         *,
@@ -85,10 +91,12 @@ class TrainLoadRequest(_message.Message):
         slice_tokens: _builtins.int = ...,
         pack_rows: _builtins.bool = ...,
         forward_dtype: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        export_shard_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "dtype", b"dtype", "forward_dtype", b"forward_dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "dtype", b"dtype", "export_shard_bytes", b"export_shard_bytes", "forward_dtype", b"forward_dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "ranks", b"ranks", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -137,13 +145,24 @@ class TrainLoadResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     LINEAR_LAYERS_FIELD_NUMBER: _builtins.int
+    WEIGHT_COUNT_FIELD_NUMBER: _builtins.int
+    OUTPUT_LAYER_FIELD_NUMBER: _builtins.int
+    ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     vocab_size: _builtins.int
     """Size of the vocabulary."""
     context_tokens: _builtins.int
     """Longest sequence of the model."""
+    weight_count: _builtins.int
+    """How many weights the base has, tied ones counted once."""
+    activation_checkpointing: _builtins.bool
+    """Whether activations can be computed again in the backward pass."""
     @_builtins.property
     def linear_layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinearLayers]:
         """Layers that can carry adapters."""
+
+    @_builtins.property
+    def output_layer(self) -> Global___LinearLayers:
+        """The output layer, which can carry an adapter and gives a value head its width."""
 
     def __init__(
         self,
@@ -151,10 +170,13 @@ class TrainLoadResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         linear_layers: _abc.Iterable[Global___LinearLayers] | None = ...,
+        weight_count: _builtins.int = ...,
+        output_layer: Global___LinearLayers | None = ...,
+        activation_checkpointing: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["output_layer", b"output_layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "linear_layers", b"linear_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "context_tokens", b"context_tokens", "linear_layers", b"linear_layers", "output_layer", b"output_layer", "vocab_size", b"vocab_size", "weight_count", b"weight_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,7 +189,6 @@ class TrainCreatePolicyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
-    LORA_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TUNING_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
@@ -175,24 +196,19 @@ class TrainCreatePolicyRequest(_message.Message):
     seed: _builtins.int
     """Seed of the initial adapter."""
     @_builtins.property
-    def lora(self) -> _policy_pb2.LoraTuning:
-        """Its adapter, every field set."""
-
-    @_builtins.property
     def tuning(self) -> _policy_pb2.Tuning:
-        """What is trained, every field set; replaces lora."""
+        """What is trained, every field set."""
 
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
-        lora: _policy_pb2.LoraTuning | None = ...,
         seed: _builtins.int = ...,
         tuning: _policy_pb2.Tuning | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "policy", b"policy", "seed", b"seed", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "seed", b"seed", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,7 +606,7 @@ class TrainSaveRequest(_message.Message):
     directory: _builtins.str
     """The directory; made if it is not there."""
     adapter_only: _builtins.bool
-    """Weights in PEFT layout only, as they are published."""
+    """Weights only, as they are published: an adapter in PEFT layout, a full-parameter policy in Hugging Face layout."""
     def __init__(
         self,
         *,
