@@ -58,7 +58,7 @@ def add_losses(
     """Add the losses of a scored micro-batch, their gradient and metrics to `output`."""
     terms: dict[str, Tensor] = {}
     for component in components:
-        chosen = np.flatnonzero([samples[index].has(component) for index in cut.samples])
+        chosen = np.flatnonzero(np.array([sample.has(component) for sample in samples])[cut.samples])
         if not len(chosen):
             continue
         at = torch.from_numpy(chosen).to(result.logprobs.device)
