@@ -25,7 +25,7 @@ from opentinker_trainer.domain.samples import Limits, check_samples
 from opentinkerapi.data.v1 import train_sample_pb2
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
-from opentinkerapi.trainer.v1 import operation_pb2
+from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2
 
 log = structlog.get_logger()
 
@@ -207,6 +207,7 @@ class Admission:
     async def _validate(self, policy: HeldPolicy, logged: pb.LoggedOperation) -> None:
         match logged.WhichOneof("body"):
             case "forward":
+                _check_values(logged.forward.start, has_head=policy.record.policy.tuning.value_head)
                 await self._check_samples(await samples_of(self._store, logged.forward.chunks), None)
             case "forward_backward":
                 components = wire.components_of(logged.forward_backward.start.losses)
@@ -231,6 +232,13 @@ class Admission:
         await asyncio.to_thread(
             lambda: check_samples(wire.samples_of(messages, limits.images), limits, components)
         )
+
+
+def _check_values(start: trainer_service_pb2.ForwardStart, *, has_head: bool) -> None:
+    if start.return_values and (start.use_base_model or not has_head):
+        owner = "the base model" if start.use_base_model else "this policy"
+        text = f"{owner} has no value head (tuning.value_head) that could say values"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="return_values")
 
 
 def body_digest(logged: pb.LoggedOperation) -> str:

@@ -147,6 +147,7 @@ class Executor:
             samples=await patiently(self._clock, lambda: samples_of(self._store, body.chunks)),
             return_entropy=body.start.return_entropy,
             use_base_model=body.start.use_base_model,
+            return_values=body.start.return_values,
         )
         return pb.TrainBeginRequest(forward=request)
 

@@ -266,9 +266,7 @@ class Trainer:
         return spec
 
     def _bytes(self, spec: TuningSpec, model: ModelInfo) -> int:
-        return policy_bytes(
-            spec, model.shape, forward_bytes=self.base.forward_bytes, ranks=self.base.ranks
-        )
+        return policy_bytes(spec, model.shape, forward_bytes=self.base.forward_bytes, ranks=self.base.ranks)
 
     def _hold(self, policy: HeldPolicy) -> None:
         self._holdings.add(policy)

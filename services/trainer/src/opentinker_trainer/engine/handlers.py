@@ -31,6 +31,7 @@ class _Opened:
 
     return_entropy: bool = False
     return_logprobs: bool = False
+    return_values: bool = False
     engine_s: float = 0.0
 
 
@@ -105,7 +106,7 @@ class EngineHandlers:
                 wire.samples_of(request.forward.samples, self._images),
                 use_base_model=request.forward.use_base_model,
             )
-            opened = _Opened(return_entropy=request.forward.return_entropy)
+            opened = _Opened(request.forward.return_entropy, return_values=request.forward.return_values)
         else:
             policy = request.forward_backward.policy
             slices = self._engine.begin_forward_backward(
@@ -184,7 +185,10 @@ class EngineHandlers:
 
 def _forward_response(output: ForwardOutput, opened: _Opened) -> pb.TrainForwardResponse:
     result = operation_pb2.ForwardResult(
-        outputs=[_output(scores, entropy=opened.return_entropy) for scores in output.scores],
+        outputs=[
+            _output(scores, entropy=opened.return_entropy, values=opened.return_values)
+            for scores in output.scores
+        ],
         metrics=wire.metric_messages(output.metrics),
     )
     return pb.TrainForwardResponse(result=result, engine_time=_duration(opened.engine_s))
@@ -200,15 +204,19 @@ def _backward_response(output: BackwardOutput, opened: _Opened) -> pb.TrainForwa
         trained_tokens=output.trained_tokens,
     )
     if opened.return_logprobs:
-        result.outputs.extend(_output(scores, entropy=False) for scores in output.scores)
+        result.outputs.extend(_output(scores) for scores in output.scores)
     return pb.TrainForwardBackwardResponse(result=result, engine_time=_duration(opened.engine_s))
 
 
-def _output(scores: SampleScores, *, entropy: bool) -> operation_pb2.SampleOutput:
+def _output(
+    scores: SampleScores, *, entropy: bool = False, values: bool = False
+) -> operation_pb2.SampleOutput:
+    if scores.skipped:
+        return operation_pb2.SampleOutput(skipped=True)
     return operation_pb2.SampleOutput(
-        logprobs=b"" if scores.skipped else pack_floats(scores.logprobs),
-        entropy=pack_floats(scores.entropy) if entropy and not scores.skipped else b"",
-        skipped=scores.skipped,
+        logprobs=pack_floats(scores.logprobs),
+        entropy=pack_floats(scores.entropy) if entropy else b"",
+        values=pack_floats(scores.values) if values and scores.values is not None else b"",
     )
 
 
