@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,17 @@ def write_adapter(
     targets: tuple[str, ...] = ALL_LINEAR,
     config: dict[str, object] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    live_name: Callable[[str], str] = str,
 ) -> Path:
-    """Write an adapter whose B has standard deviation `std` (0: changes nothing); returns `directory`."""
+    """Write an adapter whose B has standard deviation `std` (0: changes nothing); returns `directory`.
+
+    `live_name` turns a module's name in the checkpoint into the loaded model's; "" leaves it out.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for name, weight in load_file(model_dir / "model.safetensors").items():
-        module = name.removesuffix(".weight")
+        module = live_name(name.removesuffix(".weight"))
         if weight.ndim == 2 and module.rpartition(".")[2] in targets:
             out_size, in_size = weight.shape
             a = generator.standard_normal((rank, in_size)) / np.sqrt(in_size)

@@ -16,6 +16,7 @@ from opentinker_inference.domain.sampling import EngineInfo, SampleJob, StopReas
 from opentinker_inference.engine.transformers_engine import TransformersEngine
 from opentinker_inference.ports import Engine, EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.testing.models import build_tiny_qwen3
 from opentinkerapi.runtime.reasons import Reason
 
 CONTEXT = 256
@@ -204,6 +205,28 @@ class EngineContract:
         after = (await collect(running.engine, job("after", seed=1, max_tokens=12)))[0]
         assert after.token_ids == base.token_ids
         assert after.logprobs == pytest.approx(base.logprobs, abs=1e-6)
+
+    async def test_a_whole_model_replaces_every_weight(self, running: Running, tmp_path: Path) -> None:
+        if running.info.serving_mode != "merged":
+            pytest.skip("served merged only")
+        await running.base()
+        base = await collect(running.engine, job("base", n=4, seed=1, max_tokens=12))
+        whole = build_tiny_qwen3(tmp_path / "whole", seed=5)
+        await running.engine.load(Weights("whole", whole, full=True))
+        got = (await collect(running.engine, job("whole", seed=1, max_tokens=12, weights="whole")))[0]
+        want = reference_logprobs(whole, None, PROMPT, got.token_ids)
+        assert got.logprobs == pytest.approx(want, abs=self.tolerance)
+        # An adapter after it starts from the base, and the base itself comes back to the bit.
+        path = await running.load("v1", targets=("q_proj",))
+        got = (await collect(running.engine, job("v1", seed=1, max_tokens=12, weights="v1")))[0]
+        want = reference_logprobs(running.model_dir, path, PROMPT, got.token_ids)
+        assert got.logprobs == pytest.approx(want, abs=self.tolerance)
+        await running.engine.load(Weights("whole", whole, full=True))
+        await running.base()
+        after = await collect(running.engine, job("after", n=4, seed=1, max_tokens=12))
+        assert {i: (c.token_ids, c.logprobs) for i, c in after.items()} == {
+            i: (c.token_ids, c.logprobs) for i, c in base.items()
+        }
 
     async def test_zero_adapter_is_the_base(self, running: Running) -> None:
         await running.base()

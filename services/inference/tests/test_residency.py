@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
-from opentinker_inference.domain.versions import BASE, ModelRef
+from opentinker_inference.domain.versions import BASE, LocalWeights, ModelRef
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
@@ -27,13 +27,13 @@ class FakeEngine:
         self.loads: list[str] = []
         self.broken: set[str] = set()
 
-    async def fetch(self, ref: ModelRef) -> Path | None:
+    async def fetch(self, ref: ModelRef) -> LocalWeights | None:
         await asyncio.sleep(0)
         if ref.key in self.broken:
             raise ServiceError(Reason.VERSION_NOT_FOUND)
-        return None if ref.is_base else Path(ref.key)
+        return None if ref.is_base else LocalWeights(Path(ref.key))
 
-    async def load(self, key: str, directory: Path | None) -> float:
+    async def load(self, key: str, weights: LocalWeights | None) -> float:
         await asyncio.sleep(0.001)
         if self.merged:
             assert not self.running, "swapped under running requests"
@@ -102,7 +102,7 @@ async def test_merged_waiters_go_in_order_and_together() -> None:
     async def one(ref: ModelRef) -> None:
         async with residency.use(ref) as key:
             order.append(key)
-            await engine.run(key, 0.01)
+            await engine.run(key, 0.1)
 
     tasks = [asyncio.create_task(one(BASE))]
     for ref in (version(1), BASE, version(2), version(1), BASE):

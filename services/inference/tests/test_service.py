@@ -22,6 +22,7 @@ from services.inference.tests.serving import (
     publish_random,
     serving,
 )
+from services.inference.tests.test_full_weights import output_adapter, write_model
 
 from opentinkerapi.data.v1 import content_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
@@ -373,7 +374,7 @@ async def test_versions_that_cannot_be_served_are_refused(
         4: (configured("rank", r=5), {}, InvalidArgument, "rank 5"),
         5: (nan, {}, InvalidArgument, "NaN"),
         6: (good, {"base_digest": "00ff"}, InvalidArgument, "another base model"),
-        7: (good, {"kind": "full"}, UnsupportedOption, "full"),
+        7: (good, {"kind": "full"}, InvalidArgument, "config.json"),
     }
     for version, (path, facts, kind, text) in cases.items():
         await publish(client.objects, client.policy, version, path, facts=facts)
@@ -390,6 +391,20 @@ async def test_versions_that_cannot_be_served_are_refused(
     # And the server goes on.
     await publish(client.objects, client.policy, 9, good)
     assert (await client.sample("r9", version=9)).ids()
+
+
+async def test_what_only_some_servers_serve(client: Client, tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "whole", tiny_model_dir)
+    await publish(client.objects, client.policy, 1, path, facts={"kind": "full"})
+    error = await client.failure(client.request("r1", version=1))
+    assert isinstance(error, FailedPrecondition)
+    assert "serving_mode=merged" in error.message
+    # The output layer beside the base: the deterministic engine adapts it, tied or not.
+    options = {"extra": output_adapter(), "targets": ("q_proj", "lm_head")}
+    adapter = await publish_random(client.objects, client.policy, 2, tiny_model_dir, tmp_path, **options)
+    got = await client.sample("r2", version=2)
+    want = reference_logprobs(tiny_model_dir, adapter, PROMPT, got.ids())
+    assert got.logprobs() == pytest.approx(want, abs=1e-4)
 
 
 async def test_a_local_path_is_used_where_it_matches(

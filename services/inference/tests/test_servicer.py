@@ -8,6 +8,7 @@ import pytest
 from opentinker_inference.domain.requests import SampleCall, SampleSpec
 from opentinker_inference.domain.sampling import Completion, SampleDone, SamplingParams, StopReason
 from opentinker_inference.domain.versions import ModelRef
+from opentinker_inference.prompts import PromptReader
 from opentinker_inference.servicer import InferenceServicer
 from opentinkerapi.data.v1 import prompt_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
@@ -24,7 +25,9 @@ async def test_completions_that_finish_together_are_all_sent(n: int) -> None:
     call.add(SampleDone(0.25))
     call.finish(1.0)
     domain = SimpleNamespace(check_attempt=lambda attempt: None, submit=lambda spec: call)
-    servicer = InferenceServicer(cast(Any, domain), cast(Any, SimpleNamespace(text=lambda ids: "x")), "", 10)
+    tokenizer = SimpleNamespace(text=lambda ids: "x")
+    prompts = PromptReader(None, None, lambda: cast(Any, None))
+    servicer = InferenceServicer(cast(Any, domain), cast(Any, tokenizer), prompts, "", 10)
     request = pb.SampleRequest(
         request_id="r",
         model=sampling_pb2.ModelRef(base_model="tiny"),

@@ -19,6 +19,7 @@ from opentinker_inference.adapters.version_store import ObjectVersionStore
 from opentinker_inference.domain.service import InferenceDomain
 from opentinker_inference.domain.versions import ModelRef
 from opentinker_inference.ports import EngineConfig
+from opentinker_inference.prompts import PromptReader
 from opentinker_inference.servicer import METHODS, SERVICE, InferenceServicer
 from opentinker_inference.settings import InferenceSettings
 from opentinker_kit.auth import Access, AuthPolicy
@@ -26,7 +27,7 @@ from opentinker_kit.clock import SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
 from opentinker_kit.frames import EngineProcess
-from opentinker_kit.models import ResolvedModel, resolve_model
+from opentinker_kit.models import ResolvedModel, image_settings, resolve_model
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.server import KitServer, build_server
@@ -81,6 +82,9 @@ class InferenceServer:
             base_digest=model.digest,
             max_rank=settings.max_lora_rank,
             validate=settings.engine != "noop",
+            serving_mode=config.serving_mode,
+            # vLLM's adapter of an output layer dies of the prompt logprobs of two requests at once.
+            adapts_output=(config.engine, config.serving_mode) != ("vllm", "adapter"),
         )
         await asyncio.to_thread(self._store.clean_up)
         self.domain = InferenceDomain(
@@ -91,7 +95,8 @@ class InferenceServer:
             clock=SystemClock(),
             max_pending=settings.max_pending_requests,
         )
-        servicer = InferenceServicer(self.domain, tokenizer, model.digest, settings.keep_alive_s)
+        prompts = PromptReader(image_settings(model.path), self._objects, lambda: self.domain.info)
+        servicer = InferenceServicer(self.domain, tokenizer, prompts, model.digest, settings.keep_alive_s)
 
         def register(server: grpc.aio.Server) -> None:
             add_InferenceServiceServicer_to_server(servicer, server)

@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Protocol
 
 from opentinker_inference.domain.sampling import EngineInfo, SampleEvent, SampleJob, ScoreJob
-from opentinker_inference.domain.versions import ModelRef
+from opentinker_inference.domain.versions import LocalWeights, ModelRef
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Validated weights in a local directory, under the key that jobs name them by.
 
-    `directory` holds a LoRA adapter in PEFT layout; None means the base model itself.
+    `directory` holds a LoRA adapter in PEFT layout, or (`full`) the whole model in Hugging Face layout with
+    the base model's tensors; None means the base model itself.
     """
 
     key: str
     directory: Path | None
     rank: int = 0
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ class EngineHost(Engine, Protocol):
 class VersionStore(Protocol):
     """Where versions' files come from."""
 
-    async def fetch(self, ref: ModelRef) -> Path | None:
-        """A local directory with the version's adapter, verified against its manifest and validated
+    async def fetch(self, ref: ModelRef) -> LocalWeights | None:
+        """The version's weights in a local directory, verified against its manifest and validated
         against the base model; None where the version is the base model.
 
         VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS or STORAGE_UNAVAILABLE. Fetching again is cheap.

@@ -9,6 +9,7 @@ from opentinker_inference.adapters.tokenizer import ModelTokenizer
 from opentinker_inference.domain.requests import SampleCall
 from opentinker_inference.domain.sampling import Completion, PromptScores, cut_at_stop
 from opentinker_inference.domain.service import InferenceDomain
+from opentinker_inference.prompts import PromptReader
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceServicer
@@ -38,10 +39,16 @@ class InferenceServicer(InferenceServiceServicer):
     """Wire to domain to wire."""
 
     def __init__(
-        self, domain: InferenceDomain, tokenizer: ModelTokenizer, base_digest: str, keep_alive_s: float
+        self,
+        domain: InferenceDomain,
+        tokenizer: ModelTokenizer,
+        prompts: PromptReader,
+        base_digest: str,
+        keep_alive_s: float,
     ) -> None:
         self._domain = domain
         self._tokenizer = tokenizer
+        self._prompts = prompts
         self._base_digest = base_digest
         self._keep_alive_s = keep_alive_s
 
@@ -49,7 +56,8 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.SampleRequest, context: Context
     ) -> AsyncIterator[pb.SampleResponse]:
         self._domain.check_attempt(request.attempt)
-        call = self._domain.submit(wire.sample_spec(request))
+        prompt = await self._prompts.read(request.prompt, "prompt")
+        call = self._domain.submit(wire.sample_spec(request, prompt))
         yield self._started(call)
         # The last completion carries the engine's time, which is known when the request ends.
         held: pb.SampleResponse | None = None
@@ -74,12 +82,17 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.ScoreTokensRequest, context: Context
     ) -> pb.ScoreTokensResponse:
         self._domain.check_attempt(request.attempt)
-        sequences = tuple(
-            wire.prompt_tokens(sequence, f"sequences[{index}]")
+        sequences = [
+            await self._prompts.read(sequence, f"sequences[{index}]")
             for index, sequence in enumerate(request.sequences)
-        )
+        ]
         temperature = request.temperature if request.HasField("temperature") else 1.0
-        scores = await self._domain.score(wire.model_ref(request.model), sequences, temperature)
+        scores = await self._domain.score(
+            wire.model_ref(request.model),
+            tuple(sequence.ids for sequence in sequences),
+            temperature,
+            tuple(sequence.images for sequence in sequences) if any(s.images for s in sequences) else (),
+        )
         return pb.ScoreTokensResponse(scores=[pb.TokenScores(logprobs=pack_floats(one)) for one in scores])
 
     async def CancelSample(  # type: ignore[override]
@@ -164,6 +177,7 @@ class InferenceServicer(InferenceServiceServicer):
             tokenizer_digest=self._tokenizer.files.digest,
             end_token_ids=self._domain.end_token_ids,
             raw_logprobs=False,
+            images=info.images,
         )
 
     def _started(self, call: SampleCall) -> pb.SampleResponse:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
+from opentinker_inference.domain.images import Images, PromptImage, PromptTokens
 from opentinker_inference.domain.requests import SampleSpec
 from opentinker_inference.domain.sampling import (
     Completion,
@@ -24,7 +25,7 @@ from opentinker_inference.domain.sampling import (
 from opentinker_inference.domain.versions import ModelRef, check_policy_name
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
-from opentinkerapi.data.v1 import content_pb2, prompt_pb2
+from opentinkerapi.data.v1 import content_pb2
 from opentinkerapi.engine.v1 import inference_engine_pb2 as engine_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
 from opentinkerapi.runtime.reasons import Reason
@@ -56,13 +57,16 @@ _SCALARS = (
 # Public requests
 
 
-def sample_spec(request: inference_service_pb2.SampleRequest) -> SampleSpec:
-    """A Sample request; INVALID_FIELD if it is malformed. Values are checked later, against the engine."""
+def sample_spec(request: inference_service_pb2.SampleRequest, prompt: PromptTokens) -> SampleSpec:
+    """A Sample request, its prompt as it was read; INVALID_FIELD if it is malformed. Values are checked
+    later, against the engine.
+    """
     return SampleSpec(
         request_id=request.request_id,
         digest=request_digest(request),
         model=model_ref(request.model),
-        prompt=prompt_tokens(request.prompt, "prompt"),
+        prompt=prompt.ids,
+        images=prompt.images,
         params=sampling_params(request.params),
         seed_given=request.params.HasField("seed"),
         max_tokens_given=request.params.HasField("max_tokens"),
@@ -94,21 +98,6 @@ def version_ref(ref: sampling_pb2.PolicyVersionRef, field: str = "policy_version
     if ref.version < 0:
         raise ServiceError(Reason.INVALID_FIELD, "version is negative", field=f"{field}.version")
     return ModelRef(policy=ref.policy, version=ref.version)
-
-
-def prompt_tokens(prompt: prompt_pb2.Prompt, field: str) -> tuple[int, ...]:
-    """A prompt's token ids. UNSUPPORTED_OPTION for images."""
-    tokens: list[int] = []
-    for index, chunk in enumerate(prompt.chunks):
-        where = f"{field}.chunks[{index}]"
-        kind = chunk.WhichOneof("chunk")
-        if kind == "image":
-            text = "this server's engine takes no images"
-            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"{where}.image")
-        if kind is None:
-            raise ServiceError(Reason.INVALID_FIELD, "the chunk is empty", field=where)
-        tokens += token_ids(chunk.tokens.token_ids, f"{where}.tokens.token_ids")
-    return tuple(tokens)
 
 
 def token_ids(data: bytes, field: str) -> list[int]:
@@ -272,6 +261,7 @@ def engine_info_pb(info: EngineInfo) -> engine_pb2.StartEngineResponse:
         sampling_fields=info.sampling_fields,
         score_temperature=info.score_temperature,
         pid=info.pid,
+        images=info.images,
     )
 
 
@@ -287,6 +277,7 @@ def engine_info(response: engine_pb2.StartEngineResponse) -> EngineInfo:
         sampling_fields=tuple(response.sampling_fields),
         score_temperature=response.score_temperature,
         pid=response.pid,
+        images=response.images,
     )
 
 
@@ -298,6 +289,7 @@ def job_pb(job: SampleJob) -> engine_pb2.EngineSampleRequest:
         indices=job.indices,
         params=sampling_params_pb(job.params),
         end_token_ids=job.end_token_ids,
+        images=_images_pb(job.images),
     )
 
 
@@ -309,7 +301,19 @@ def sample_job(request: engine_pb2.EngineSampleRequest) -> SampleJob:
         indices=tuple(request.indices),
         params=sampling_params(request.params),
         end_token_ids=tuple(request.end_token_ids),
+        images=_images(request.images),
     )
+
+
+def _images_pb(images: Images) -> list[engine_pb2.EngineImage]:
+    return [
+        engine_pb2.EngineImage(start=image.start, token_count=image.token_count, data=image.data)
+        for image in images
+    ]
+
+
+def _images(messages: Iterable[engine_pb2.EngineImage]) -> Images:
+    return tuple(PromptImage(image.start, image.token_count, image.data) for image in messages)
 
 
 def event_pb(event: SampleEvent) -> engine_pb2.EngineSampleResponse:
@@ -359,6 +363,7 @@ def score_pb(job: ScoreJob) -> engine_pb2.EngineScoreRequest:
         weights=job.weights,
         sequences=[pack_ids(sequence) for sequence in job.sequences],
         temperature=job.temperature,
+        images=[engine_pb2.EngineImages(images=_images_pb(images)) for images in job.images],
     )
 
 
@@ -368,17 +373,20 @@ def score_job(request: engine_pb2.EngineScoreRequest) -> ScoreJob:
         weights=request.weights,
         sequences=tuple(tuple(unpack_ids(sequence)) for sequence in request.sequences),
         temperature=request.temperature,
+        images=tuple(_images(each.images) for each in request.images),
     )
 
 
 def weights_pb(weights: Weights) -> engine_pb2.LoadWeightsRequest:
     directory = str(weights.directory) if weights.directory is not None else ""
-    return engine_pb2.LoadWeightsRequest(key=weights.key, directory=directory, rank=weights.rank)
+    return engine_pb2.LoadWeightsRequest(
+        key=weights.key, directory=directory, rank=weights.rank, full=weights.full
+    )
 
 
 def weights(request: engine_pb2.LoadWeightsRequest) -> Weights:
     directory = Path(request.directory) if request.directory else None
-    return Weights(request.key, directory, request.rank)
+    return Weights(request.key, directory, request.rank, request.full)
 
 
 def duration(value_s: float) -> Duration:

@@ -2,16 +2,21 @@
 
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
 _MAX_HEADER_BYTES = 100_000_000
-_FLOAT32 = np.dtype("<f4")
+_BF16_BITS = np.dtype("<u2")
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": _BF16_BITS}
+_BLOCK = 1 << 22
+"""Values looked at together, so that a whole model costs no memory."""
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -19,20 +24,28 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in _entries(path)[1]}
 
 
-def check_finite_float32(path: Path) -> None:
-    """INVALID_WEIGHTS unless every tensor is float32 without NaN and infinity."""
+def check_finite(path: Path, dtypes: Collection[str]) -> None:
+    """INVALID_WEIGHTS unless every tensor has one of `dtypes` (F32, BF16, F16) and no NaN and infinity."""
     start, entries = _entries(path)
     data = np.memmap(path, dtype=np.uint8, mode="r")
     for name, entry in entries:
-        if entry["dtype"] != "F32":
-            raise _invalid(path, f"{name} is {entry['dtype']}; adapters are float32 (F32)")
+        if entry["dtype"] not in dtypes:
+            raise _invalid(path, f"{name} is {entry['dtype']}; expected {' or '.join(sorted(dtypes))}")
         begin, end = entry["data_offsets"]
-        values = data[start + begin : start + end].view(_FLOAT32)
-        if values.size != int(np.prod(entry["shape"])):
+        kind = _NUMPY[entry["dtype"]]
+        raw = data[start + begin : start + end]
+        if raw.size != int(np.prod(entry["shape"])) * kind.itemsize:
             raise _invalid(path, f"{name} is cut short")
-        # The sum is not finite if any value is not; overflow of finite values is ruled out by float64.
-        if not np.isfinite(values.sum(dtype=np.float64)):
+        values: NDArray[Any] = raw.view(dtype=kind)
+        if not all(_finite(values[at : at + _BLOCK]) for at in range(0, values.size, _BLOCK)):
             raise _invalid(path, f"{name} holds NaN or infinity")
+
+
+def _finite(values: NDArray[Any]) -> bool:
+    if values.dtype == _BF16_BITS:
+        return not bool(((values & 0x7F80) == 0x7F80).any())
+    # The sum is not finite if any value is not; overflow of finite values is ruled out by float64.
+    return bool(np.isfinite(values.sum(dtype=np.float64)))
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:

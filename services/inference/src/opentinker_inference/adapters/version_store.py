@@ -1,7 +1,7 @@
 """Brings policy versions to this host: manifest and files from the object store, or a local path.
 
 A version's directory here is made once: files are linked or copied from `local_path` where that exists and
-matches, otherwise downloaded; every file's sha256 is checked, then the adapter is validated, then the
+matches, otherwise downloaded; every file's sha256 is checked, then the weights are validated, then the
 directory gets its name. So what has a name is whole.
 """
 
@@ -21,13 +21,10 @@ from typing import Any
 
 import structlog
 
-from opentinker_inference.adapters.safetensors_header import (
-    check_finite_float32,
-    checkpoint_shapes,
-    read_shapes,
-)
-from opentinker_inference.domain.adapter_layout import check_adapter, linear_layers
-from opentinker_inference.domain.versions import ModelRef
+from opentinker_inference.adapters.safetensors_header import check_finite, checkpoint_shapes, read_shapes
+from opentinker_inference.domain.adapter_layout import Shapes, check_adapter, linear_layers
+from opentinker_inference.domain.model_layout import check_model, is_tied, output_shape
+from opentinker_inference.domain.versions import LocalWeights, ModelRef
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import ObjectStore
 from opentinkerapi.runtime.reasons import Reason
@@ -36,10 +33,13 @@ log = structlog.get_logger()
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+MODEL_CONFIG = "config.json"
 UPLOAD_PATIENCE_S = 60.0
 """A manifest may be registered while its files are still being uploaded: how long they are waited for."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _KEPT = 16
+_KEPT_MODELS = 2
+"""Of the kept versions, how many may be whole models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,13 @@ class ObjectVersionStore:
         base_digest: str,
         max_rank: int,
         validate: bool = True,
+        serving_mode: str = "",
+        adapts_output: bool = False,
         upload_patience_s: float = UPLOAD_PATIENCE_S,
     ) -> None:
-        """`validate=False` is for engines without a model, which take anything."""
+        """`validate=False` is for engines without a model, which take anything. `adapts_output`: the engine
+        can adapt the output layer in this serving mode.
+        """
         self._objects = objects
         self._cache_dir = cache_dir / str(os.getpid())
         self._model_dir = model_dir
@@ -71,9 +75,11 @@ class ObjectVersionStore:
         self._max_rank = max_rank
         self._validate = validate
         self._upload_patience_s = upload_patience_s
-        self._layers: dict[str, tuple[int, int]] | None = None
-        self._fetched: OrderedDict[str, Path | None] = OrderedDict()
-        self._running: dict[str, asyncio.Task[Path | None]] = {}
+        self._serving_mode = serving_mode
+        self._adapts_output = adapts_output
+        self._base: tuple[Mapping[str, Any], Shapes] | None = None
+        self._fetched: OrderedDict[str, LocalWeights | None] = OrderedDict()
+        self._running: dict[str, asyncio.Task[LocalWeights | None]] = {}
         self._policies: set[str] = set()
 
     def clean_up(self) -> None:
@@ -87,7 +93,7 @@ class ObjectVersionStore:
     def knows(self, policy: str) -> bool:
         return policy in self._policies
 
-    async def fetch(self, ref: ModelRef) -> Path | None:
+    async def fetch(self, ref: ModelRef) -> LocalWeights | None:
         if ref.is_base:
             return None
         if ref.key in self._fetched:
@@ -100,23 +106,23 @@ class ObjectVersionStore:
             task.add_done_callback(lambda _: self._running.pop(ref.key, None))
         return await asyncio.shield(task)
 
-    async def _fetch(self, ref: ModelRef) -> Path | None:
+    async def _fetch(self, ref: ModelRef) -> LocalWeights | None:
         started = time.monotonic()
         manifest = await self._manifest(ref)
         kind = manifest.get("kind", "lora")
-        directory: Path | None = None
-        if kind == "lora":
-            directory = await self._bring(ref, manifest)
+        weights: LocalWeights | None = None
+        if kind in ("lora", "full"):
+            weights = LocalWeights(await self._bring(ref, manifest, full=kind == "full"), kind == "full")
         elif kind != "base":
             raise ServiceError(
                 Reason.UNSUPPORTED_OPTION,
-                f"{ref} is a version of kind {kind!r}; this server serves lora adapters and the base model",
+                f"{ref} is a version of kind {kind!r}; this server serves lora, full and base",
             )
         self._policies.add(ref.policy)
-        self._fetched[ref.key] = directory
+        self._fetched[ref.key] = weights
         await self._trim()
         log.info("version fetched", version=ref.key, seconds=round(time.monotonic() - started, 3))
-        return directory
+        return weights
 
     async def _manifest(self, ref: ModelRef) -> Mapping[str, Any]:
         if self._objects is None:
@@ -143,7 +149,7 @@ class ObjectVersionStore:
             )
         return manifest
 
-    async def _bring(self, ref: ModelRef, manifest: Mapping[str, Any]) -> Path:
+    async def _bring(self, ref: ModelRef, manifest: Mapping[str, Any], *, full: bool) -> Path:
         files = _files(ref, manifest)
         work = self._cache_dir / f"incoming-{uuid.uuid4().hex}"
         target = self._cache_dir / ref.key
@@ -153,7 +159,7 @@ class ObjectVersionStore:
             if not (local and await asyncio.to_thread(_take_local, Path(local), work, files)):
                 await self._download(ref, files, work)
             if self._validate:
-                await asyncio.to_thread(self._check, work)
+                await asyncio.to_thread(self._check_model if full else self._check_adapter, work)
             await asyncio.to_thread(_rename, work, target)
         except OSError as error:
             text = f"{ref} cannot be stored on this host: {error.strerror}"
@@ -181,22 +187,55 @@ class ObjectVersionStore:
                 text = f"{file.name} of {ref} does not match the hash in its manifest"
                 raise ServiceError(Reason.DIGEST_MISMATCH, text)
 
-    def _check(self, directory: Path) -> None:
-        try:
-            config = dict(json.loads((directory / CONFIG).read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            text = f"{CONFIG} is missing or cannot be read"
-            raise ServiceError(Reason.INVALID_WEIGHTS, text) from error
-        if self._layers is None:
-            self._layers = linear_layers(checkpoint_shapes(self._model_dir))
-        check_adapter(config, read_shapes(directory / TENSORS), self._layers, self._max_rank)
-        check_finite_float32(directory / TENSORS)
+    def _check_adapter(self, directory: Path) -> None:
+        config = _read_config(directory / CONFIG)
+        base_config, base_tensors = self._base_model()
+        layers = linear_layers(base_tensors)
+        tensors = read_shapes(directory / TENSORS)
+        if any(".lm_head." in name for name in tensors):
+            layers["lm_head"] = self._output_layer(base_config, base_tensors)
+        check_adapter(config, tensors, layers, self._max_rank)
+        check_finite(directory / TENSORS, ("F32",))
+
+    def _output_layer(self, config: Mapping[str, Any], tensors: Shapes) -> tuple[int, int]:
+        """(out, in) of the output layer. UNSUPPORTED_COMBINATION where this server cannot adapt it."""
+        shape = output_shape(config, tensors)
+        if not self._adapts_output or shape is None:
+            way_out = "use serving_mode=merged, or engine=transformers"
+        elif self._serving_mode == "merged" and is_tied(config, tensors):
+            way_out = (
+                "merged it would change the embedding too; use engine=transformers, serving_mode=adapter"
+            )
+        else:
+            return shape
+        text = f"the adapter changes lm_head, which this server cannot adapt: {way_out}"
+        raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text)
+
+    def _check_model(self, directory: Path) -> None:
+        config = _read_config(directory / MODEL_CONFIG)
+        check_model(config, checkpoint_shapes(directory), *self._base_model())
+        for path in sorted(directory.glob("*.safetensors")):
+            check_finite(path, ("F32", "BF16", "F16"))
+
+    def _base_model(self) -> tuple[Mapping[str, Any], Shapes]:
+        if self._base is None:
+            self._base = _read_config(self._model_dir / MODEL_CONFIG), checkpoint_shapes(self._model_dir)
+        return self._base
 
     async def _trim(self) -> None:
-        while len(self._fetched) > _KEPT:
-            _, directory = self._fetched.popitem(last=False)
-            if directory is not None:
-                await asyncio.to_thread(shutil.rmtree, directory, True)
+        models = [key for key, weights in self._fetched.items() if weights is not None and weights.full]
+        old = models[:-_KEPT_MODELS] + list(self._fetched)[:-_KEPT]
+        for key in old:
+            weights = self._fetched.pop(key, None)
+            if weights is not None:
+                await asyncio.to_thread(shutil.rmtree, weights.directory, True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ServiceError(Reason.INVALID_WEIGHTS, f"{path.name} is missing or cannot be read") from error
 
 
 def _files(ref: ModelRef, manifest: Mapping[str, Any]) -> list[_File]:

@@ -6,7 +6,7 @@ will be used, in the shape that will be used, and every option of its configurat
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor of a safetensors file, by name."""
 
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_TOWER = re.compile(r"(model\.)?visual\.")
+_LANGUAGE = re.compile(r"^model\.(?!language_model\.)")
 # Options of adapter_config.json that change what the weights mean, and the values that are honoured.
 _HONOURED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -49,13 +51,22 @@ class AdapterFacts:
 
 def linear_layers(checkpoint: Shapes) -> dict[str, tuple[int, int]]:
     """Module path to (out, in) of each weight matrix inside a checkpoint's blocks: what an adapter can
-    change. Embeddings and the output layer lie outside: no engine here adapts them.
+    change everywhere. The output layer lies outside; whether it can be adapted depends on how it is served.
+
+    Of a vision-language model only the language model counts: the tower is frozen. Its layers have other
+    names in files than in memory, and adapters use the latter.
     """
+    vision = any(_TOWER.match(name) for name in checkpoint)
     layers = {}
     for name, shape in checkpoint.items():
         module = name.removesuffix(".weight")
-        if module != name and len(shape) == 2 and any(part.isdigit() for part in module.split(".")):
-            layers[module] = (shape[0], shape[1])
+        if module == name or len(shape) != 2 or not any(part.isdigit() for part in module.split(".")):
+            continue
+        if vision:
+            if _TOWER.match(module):
+                continue
+            module = _LANGUAGE.sub("model.language_model.", module)
+        layers[module] = (shape[0], shape[1])
     return layers
 
 
@@ -87,10 +98,20 @@ def check_adapter(
         )
     if not pairs:
         raise _invalid("the adapter has no tensors")
+    targets = config.get("target_modules")
+    if isinstance(targets, list):
+        unnamed = next((module for module in sorted(pairs) if not _is_target(module, targets)), None)
+        if unnamed is not None:
+            # PEFT would leave its tensors out without a word.
+            raise _invalid(f"{unnamed} is none of the target_modules of adapter_config.json")
     half = next((module for module, matrices in sorted(pairs.items()) if len(matrices) == 1), None)
     if half is not None:
         raise _invalid(f"{half} has only one of lora_A and lora_B")
     return AdapterFacts(rank, scale, tuple(sorted(pairs)))
+
+
+def _is_target(module: str, targets: Sequence[str]) -> bool:
+    return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _rank_and_scale(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
+from opentinker_inference.domain.images import Images
 from opentinker_inference.domain.sampling import (
     Completion,
     PromptScores,
@@ -35,6 +36,7 @@ class SampleSpec:
     seed_given: bool
     max_tokens_given: bool
     n: int = 1
+    images: Images = ()
 
 
 @dataclass(slots=True)

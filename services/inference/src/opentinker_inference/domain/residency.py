@@ -11,15 +11,14 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from opentinker_inference.domain.versions import BASE, ModelRef
+from opentinker_inference.domain.versions import BASE, LocalWeights, ModelRef
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
-Fetch = Callable[[ModelRef], Awaitable[Path | None]]
-"""Validated weights of a version in a local directory; None for those of the base model."""
-Load = Callable[[str, Path | None], Awaitable[float]]
+Fetch = Callable[[ModelRef], Awaitable[LocalWeights | None]]
+"""Validated weights of a version on this host; None for those of the base model."""
+Load = Callable[[str, LocalWeights | None], Awaitable[float]]
 Unload = Callable[[str], Awaitable[None]]
 
 
@@ -266,8 +265,8 @@ class MergedResidency(Residency):
 
     async def _swap(self, ref: ModelRef) -> None:
         try:
-            directory = await self._fetch(ref)
-            self._last_load_s = await self._load(ref.key, directory)
+            weights = await self._fetch(ref)
+            self._last_load_s = await self._load(ref.key, weights)
             self._resident = ref
         except Exception as error:
             going = [waiter for waiter in self._queue if waiter.ref.key == ref.key]

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from opentinker_inference.domain.images import Images
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
@@ -74,6 +75,8 @@ class SampleJob:
     indices: tuple[int, ...]
     params: SamplingParams
     end_token_ids: tuple[int, ...]
+    images: Images = ()
+    """Of the prompt."""
 
     def stops_at(self) -> frozenset[int]:
         """Every token id that ends a completion."""
@@ -131,6 +134,8 @@ class ScoreJob:
     weights: str
     sequences: tuple[tuple[int, ...], ...]
     temperature: float = 1.0
+    images: tuple[Images, ...] = ()
+    """Of each sequence; () where none has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,8 @@ class EngineInfo:
     score_temperature: bool = True
     """Whether scoring takes a temperature other than 1."""
     pid: int = 0
+    images: bool = False
+    """Whether prompts may hold images."""
 
 
 def not_finite(weights: str) -> ServiceError:

@@ -4,10 +4,10 @@ import asyncio
 import dataclasses
 import itertools
 import secrets
-from pathlib import Path
 
 import structlog
 
+from opentinker_inference.domain.images import Images
 from opentinker_inference.domain.requests import RequestBook, SampleCall, SampleSpec
 from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
 from opentinker_inference.domain.sampling import (
@@ -22,7 +22,7 @@ from opentinker_inference.domain.sampling import (
     check_tokens,
     fit_to_context,
 )
-from opentinker_inference.domain.versions import ModelRef
+from opentinker_inference.domain.versions import LocalWeights, ModelRef
 from opentinker_inference.ports import EngineHost, VersionStore, Weights
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
@@ -103,9 +103,13 @@ class InferenceDomain:
             call.task.cancel()
 
     async def score(
-        self, model: ModelRef, sequences: tuple[tuple[int, ...], ...], temperature: float
+        self,
+        model: ModelRef,
+        sequences: tuple[tuple[int, ...], ...],
+        temperature: float,
+        images: tuple[Images, ...] = (),
     ) -> list[list[float]]:
-        """Logprob of each token of each sequence; entry 0 is NaN."""
+        """Logprob of each token of each sequence; entry 0 is NaN. `images` are those of each sequence."""
         self._check_open()
         self._check_model(model)
         info = self.info
@@ -131,7 +135,7 @@ class InferenceDomain:
             await self._engine.wait_started()
             try:
                 async with self.residency.use(model) as key:
-                    job = ScoreJob(f"score-{next(self._runs)}", key, sequences, temperature)
+                    job = ScoreJob(f"score-{next(self._runs)}", key, sequences, temperature, images)
                     return await self._engine.score(job)
             except ServiceError as error:
                 _raise_unless_again(error, tries)
@@ -184,8 +188,17 @@ class InferenceDomain:
                 self._store.fetch, self._load, self._engine.unload, info.max_resident_versions
             )
 
-    async def _load(self, key: str, directory: Path | None) -> float:
-        return await self._engine.load(Weights(key, directory))
+    async def _load(self, key: str, weights: LocalWeights | None) -> float:
+        if weights is None:
+            return await self._engine.load(Weights(key, None))
+        if weights.full and self.info.serving_mode != "merged":
+            raise ServiceError(
+                Reason.UNSUPPORTED_COMBINATION,
+                f"{key} replaces every weight of the model, and this server serves adapters beside the base; "
+                "use one with serving_mode=merged",
+                field="model",
+            )
+        return await self._engine.load(Weights(key, weights.directory, full=weights.full))
 
     def _check_open(self) -> None:
         if self._draining:
@@ -252,6 +265,7 @@ class InferenceDomain:
                 indices=call.missing,
                 params=call.params,
                 end_token_ids=self.end_token_ids,
+                images=call.spec.images,
             )
             async for event in self._engine.sample(job):
                 call.add(event)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
@@ -31,6 +32,16 @@ class ModelRef:
 
 
 BASE = ModelRef()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeights:
+    """Validated weights of a version on this host: an adapter in PEFT layout, or (`full`) every weight of the
+    model in Hugging Face layout.
+    """
+
+    directory: Path
+    full: bool = False
 
 
 def check_policy_name(name: str, field: str) -> None:

@@ -47,27 +47,36 @@ class _Job:
 
 @dataclass(slots=True)
 class _Row:
-    """One completion under way. `length` counts the positions in its cache."""
+    """One completion under way. `length` counts the places in its cache; a token's position is its place plus
+    `shift`.
+    """
 
     owner: _Job
     index: int
     sampler: RowSampler
     stops: StopStrings
     length: int
+    shift: int
     ids: list[int] = field(default_factory=list)
     picks: list[Pick] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """A prompt that was run: its cache, the logits after it, its tokens' logprobs where they were asked."""
+    """A prompt that was run: its cache, the logits after it, its tokens' logprobs where they were asked.
+
+    `shift` is the position minus the place of the tokens that follow.
+    """
 
     cache: torch.Tensor
     logits: torch.Tensor
     scores: tuple[float, ...]
+    shift: int
 
 
 _Events = list[tuple[str, SampleEvent | ServiceError]]
+_PrefixKey = tuple[str, tuple[int, ...], tuple[str, ...]]
+"""Weights, token ids, digests of the images: the ids alone do not tell one image from another."""
 _SlabKey = tuple[str, int, int]
 """Weights, capacity, and in solo mode the row's own number."""
 
@@ -83,7 +92,7 @@ class Batcher:
         self._cache_bytes = cache_bytes
         self._waiting: deque[tuple[_Job, int]] = deque()
         self._slabs: dict[_SlabKey, tuple[Slab, list[_Row]]] = {}
-        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], _Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[_PrefixKey, _Prefix] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
         self._solo_rows = 0
         self.quantum = FIRST_ROWS
@@ -141,7 +150,7 @@ class Batcher:
                 owner.cached_tokens = len(owner.job.prompt) if cached else 0
                 if owner.job.params.prompt_logprobs:
                     events.append((owner.job.request_id, PromptScores(prefix.scores)))
-            row = self._new_row(owner, index)
+            row = self._new_row(owner, index, prefix.shift)
             self._model.one_thread()
             if not self._extend(row, prefix.logits, events):
                 self._place(row, prefix.cache)
@@ -157,7 +166,7 @@ class Batcher:
         return self._model.shape.row_bytes(capacity_for(len(job.prompt) + job.params.max_tokens))
 
     def _prefix(self, job: SampleJob, may_run: bool) -> tuple[_Prefix | None, bool]:
-        key = (job.weights, job.prompt)
+        key = (job.weights, job.prompt, tuple(image.digest for image in job.images))
         known = self._prefixes.get(key)
         if known is not None and (known.scores or not job.params.prompt_logprobs):
             self._prefixes.move_to_end(key)
@@ -165,8 +174,9 @@ class Batcher:
         if not may_run:
             return None, False
         temperature = 1.0 if job.params.prompt_logprobs else None
-        cache, logits, scores = self._model.prefill(job.weights, job.prompt, temperature)
-        prefix = _Prefix(cache, logits, tuple(scores))
+        cache, logits, scores = self._model.prefill(job.weights, job.prompt, temperature, job.images)
+        shift = self._model.shift(len(job.prompt), job.images)
+        prefix = _Prefix(cache, logits, tuple(scores), shift)
         self._prefixes[key] = prefix
         # The newest one stays whatever its size: the rest of its group comes next.
         while len(self._prefixes) > 1 and self._prefix_bytes() > _PREFIX_BYTES:
@@ -176,10 +186,10 @@ class Batcher:
     def _prefix_bytes(self) -> int:
         return sum(p.cache.numel() * p.cache.element_size() for p in self._prefixes.values())
 
-    def _new_row(self, owner: _Job, index: int) -> _Row:
+    def _new_row(self, owner: _Job, index: int, shift: int) -> _Row:
         job = owner.job
         sampler = RowSampler(job.params, job.params.seed + index, job.prompt, owner.bad_words)
-        return _Row(owner, index, sampler, StopStrings(self._text, job.params.stop), len(job.prompt))
+        return _Row(owner, index, sampler, StopStrings(self._text, job.params.stop), len(job.prompt), shift)
 
     # Batches
 
@@ -210,7 +220,8 @@ class Batcher:
         fill = -len(rows) % (self.quantum or FIRST_ROWS)
         tokens = [row.ids[-1] for row in rows] + [0] * fill
         positions = [row.length for row in rows] + [0] * fill
-        logits = self._model.step(key[0], tokens, positions, slab.view(positions, len(positions)))
+        shifts = [row.shift for row in rows] + [0] * fill if any(row.shift for row in rows) else None
+        logits = self._model.step(key[0], tokens, positions, slab.view(positions, len(positions)), shifts)
         self._model.one_thread()
         # Backwards, so that a row that moves into a freed place was already handled.
         for place in reversed(range(len(rows))):

@@ -18,7 +18,7 @@ from opentinker_inference.engine.lora import LoraWeights
 
 
 class PristineBase:
-    """The base checkpoint's tensors by name, memory-mapped and read-only."""
+    """The tensors of a model directory by name, memory-mapped and read-only."""
 
     def __init__(self, model_dir: Path) -> None:
         self._file_of: dict[str, Path] = {}
@@ -47,7 +47,7 @@ class PristineBase:
             merged = torch.addmm(weight, module.lora_b, module.lora_a, alpha=module.scale)
             yield f"{module.name}.weight", merged.to(dtype)
 
-    def pristine(self, modules: list[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The base weights of `modules` as they were, cast to `dtype`."""
-        for name in modules:
-            yield f"{name}.weight", self.tensor(f"{name}.weight").to(dtype)
+    def cast(self, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors as they are stored, cast to `dtype`."""
+        for name in names:
+            yield name, self.tensor(name).to(dtype)

@@ -6,11 +6,13 @@ samples or schedules.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from opentinker_inference.domain.images import Images
 from opentinker_inference.engine.kv import (
     CHUNK,
     KvShape,
@@ -21,7 +23,10 @@ from opentinker_inference.engine.kv import (
     visible,
 )
 from opentinker_inference.engine.lora import LoraWeights
+from opentinker_inference.engine.vision import PromptVision
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.models import image_settings
+from opentinker_kit.vision import in_tower, model_class
 from opentinkerapi.runtime.reasons import Reason
 
 ATTENTION = "opentinker_eager"
@@ -66,13 +71,14 @@ class DeterministicModel:
         self._threads = threads
         self.pin_threads()
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        self._model_dir = model_dir
+        self._config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = self._config.get_text_config()
         _refuse_unknown_attention(config)
+        images = image_settings(model_dir)
+        self._vision = PromptVision(images) if images is not None else None
         self.dtype = DTYPES[dtype]
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, config=config, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
-        )
-        self._model = model.eval().requires_grad_(False)
+        self._model = self._read(model_dir)
         self.vocab_size: int = int(self._model.get_output_embeddings().weight.shape[0])
         heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -80,6 +86,7 @@ class DeterministicModel:
         self._active = ActiveKey()
         self._merged = merged
         self._merged_key = ""
+        self._replaced = False
         self._pristine: dict[str, torch.Tensor] = {}
         self._loaded: set[str] = {""}
 
@@ -96,16 +103,47 @@ class DeterministicModel:
 
     def linear_weights(self) -> list[torch.Tensor]:
         """One weight [out, in] of each shape among the linear layers, the output's included."""
-        layers = [layer for layer in self._model.modules() if isinstance(layer, torch.nn.Linear)]
+        layers = [
+            layer
+            for name, layer in self._model.named_modules()
+            if isinstance(layer, torch.nn.Linear) and not in_tower(name)
+        ]
         return list({tuple(layer.weight.shape): layer.weight for layer in layers}.values())
 
     # Weights
 
+    def _read(self, directory: Path) -> Any:
+        """The model with the weights of a directory, under the base model's configuration."""
+        model = model_class(self._vision and self._vision.settings).from_pretrained(
+            directory,
+            config=self._config,
+            dtype=self.dtype,
+            # A vision tower keeps to transformers' own: it has no cache and no mask.
+            attn_implementation={"text_config": ATTENTION, "vision_config": "eager"}
+            if self._vision is not None
+            else ATTENTION,
+            local_files_only=True,
+        )
+        model.eval().requires_grad_(False)
+        for parameter in model.parameters():
+            # Out of the mapped file: where in it a tensor begins decides the last bit of some products.
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        return model
+
+    def load_full(self, key: str, directory: Path) -> None:
+        """Replace every weight by those of a directory; only in merged mode. A failure changes nothing."""
+        self._model = self._read(directory)
+        self._pristine.clear()
+        self._replaced = True
+        self._merged_key = key
+
     def load(self, key: str, adapter: LoraWeights) -> None:
         """Make `adapter` usable under `key`; in merged mode it replaces what was merged before."""
+        # Looked up first, and again in what was restored: a layer that is not there changes nothing.
         layers = [self._linear(module.name) for module in adapter.modules]
         if self._merged:
             self._restore()
+            layers = [self._linear(module.name) for module in adapter.modules]
             for module, layer in zip(adapter.modules, layers, strict=True):
                 self._pristine[module.name] = layer.base.weight.detach().clone()
                 weight = layer.base.weight.to(torch.float32)
@@ -131,6 +169,10 @@ class DeterministicModel:
         return key == self._merged_key if self._merged else key in self._loaded
 
     def _restore(self) -> None:
+        if self._replaced:
+            # From the files it was first read from, so that its bits are those of the first time.
+            self._model = self._read(self._model_dir)
+            self._replaced = False
         for name, weight in self._pristine.items():
             self._linear(name).base.weight.copy_(weight)
         self._pristine.clear()
@@ -152,16 +194,33 @@ class DeterministicModel:
 
     # Forward passes
 
-    def step(self, key: str, tokens: Sequence[int], positions: Sequence[int], cache: KvView) -> torch.Tensor:
-        """Logits [rows, vocabulary] after one token a row; the cache takes the tokens in."""
+    @property
+    def images(self) -> bool:
+        """Whether prompts may hold images."""
+        return self._vision is not None
+
+    def shift(self, length: int, images: Images) -> int:
+        """What is added to the place of a token after a prompt of that length to get its position."""
+        return 0 if self._vision is None else self._vision.shift(self._model, length, images)
+
+    def step(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        cache: KvView,
+        shifts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary] after one token a row; the cache takes the tokens in at `positions`."""
         where = torch.tensor(positions, dtype=torch.long)[:, None]
         ids = torch.tensor(tokens, dtype=torch.long)[:, None]
-        hidden = self._forward(key, ids, where, cache)
+        rotary = where if shifts is None else where + torch.tensor(shifts, dtype=torch.long)[:, None]
+        hidden = self._forward(key, {"input_ids": ids, "position_ids": rotary}, where, cache)
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden[:, 0])
         return logits
 
     def prefill(
-        self, key: str, prompt: Sequence[int], temperature: float | None = None
+        self, key: str, prompt: Sequence[int], temperature: float | None = None, images: Images = ()
     ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
         """Run a prompt alone, in chunks whose sizes depend on its length only.
 
@@ -179,7 +238,11 @@ class DeterministicModel:
             count = len(chunk)
             chunk += [0] * (padded_length(count) - count)
             where = torch.arange(start, start + len(chunk))[None, :]
-            hidden = self._forward(key, torch.tensor([chunk]), where, KvView(buffer, where))[0]
+            inputs = {"input_ids": torch.tensor([chunk]), "position_ids": where}
+            if images:
+                assert self._vision is not None, "images are refused where there is no vision tower"
+                inputs = self._vision.inputs(self._model, chunk, start, images)
+            hidden = self._forward(key, inputs, where, KvView(buffer, where))[0]
             if temperature is not None:
                 targets = list(prompt[start + 1 : start + count + 1])
                 scores += self._scores(hidden, targets, temperature)
@@ -194,14 +257,16 @@ class DeterministicModel:
         picked: list[float] = logprobs.gather(1, torch.tensor(targets)[:, None])[:, 0].tolist()
         return picked
 
-    def _forward(self, key: str, ids: torch.Tensor, positions: torch.Tensor, cache: KvView) -> torch.Tensor:
+    def _forward(
+        self, key: str, inputs: dict[str, torch.Tensor], positions: torch.Tensor, cache: KvView
+    ) -> torch.Tensor:
+        """Hidden states [rows, tokens, size]; the cache takes the tokens in at `positions` [rows, tokens]."""
         self.pin_threads()
         self._active.key = "" if self._merged else key
         with torch.inference_mode():
             out = self._model.base_model(
-                input_ids=ids,
+                **inputs,
                 attention_mask=visible(positions, cache.capacity, self.dtype),
-                position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
             )

@@ -74,6 +74,7 @@ class TransformersEngine:
             deterministic=True,
             sampling_fields=tuple(name for name in FIELDS if name not in _UNSUPPORTED),
             pid=os.getpid(),
+            images=self._model.images,
         )
 
     async def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
@@ -98,8 +99,8 @@ class TransformersEngine:
 
     async def score(self, job: ScoreJob) -> list[list[float]]:
         return [
-            await self._in_thread(lambda s=sequence: self._score(job, s))  # type: ignore[misc]
-            for sequence in job.sequences
+            await self._in_thread(lambda i=index: self._score(job, i))  # type: ignore[misc]
+            for index in range(len(job.sequences))
         ]
 
     async def load(self, weights: Weights) -> float:
@@ -144,9 +145,10 @@ class TransformersEngine:
         self._check_loaded(job.weights)
         self._batcher.submit(job)
 
-    def _score(self, job: ScoreJob, sequence: tuple[int, ...]) -> list[float]:
+    def _score(self, job: ScoreJob, index: int) -> list[float]:
         self._check_loaded(job.weights)
-        return self._model.prefill(job.weights, sequence, job.temperature)[2]
+        images = job.images[index] if job.images else ()
+        return self._model.prefill(job.weights, job.sequences[index], job.temperature, images)[2]
 
     def _load(self, weights: Weights) -> None:
         if self._model.has(weights.key):
@@ -155,6 +157,9 @@ class TransformersEngine:
             self._batcher.forget(None)
         if weights.directory is None:
             self._model.load(weights.key, LoraWeights(0, ()))
+            return
+        if weights.full:
+            self._model.load_full(weights.key, weights.directory)
             return
         adapter = read_lora(weights.directory)
         if not self._merged and self._batcher.quantum:

@@ -260,17 +260,18 @@ class VllmEngine:
         self._loras[weights.key] = request
 
     async def _swap(self, weights: Weights) -> None:
-        """The safe swap. Reading the adapter comes first: a failure there changes nothing."""
+        """The safe swap. Opening the files comes first: a failure there changes nothing."""
         if weights.key == self._resident:
             return
         directory = str(weights.directory) if weights.directory is not None else ""
+        stage = "opentinker_stage_model" if weights.full else "opentinker_stage_adapter"
         try:
-            await self._llm.collective_rpc("opentinker_stage_adapter", args=(directory,))
+            await self._llm.collective_rpc(stage, args=(directory,))
         except Exception as error:
             if self._llm.errored:
                 raise _translated(error) from error
-            log.exception("an adapter cannot be read", directory=directory)
-            raise ServiceError(Reason.INVALID_WEIGHTS, "the adapter's files cannot be read") from error
+            log.exception("weights cannot be read", directory=directory)
+            raise ServiceError(Reason.INVALID_WEIGHTS, "the version's files cannot be read") from error
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
             await self._llm.collective_rpc("opentinker_swap", args=(str(self._config.model_dir),))

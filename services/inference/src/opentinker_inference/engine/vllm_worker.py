@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker process: swaps merged weights without writing a merged checkpoint.
+"""Runs inside vLLM's worker process: swaps weights without writing a merged checkpoint.
 
 vLLM mixes this class into its worker (`worker_extension_cls`) and calls it by `collective_rpc`. The merge
 happens where the weights live, so a swap reads the memory-mapped base and the small adapter and writes
@@ -7,6 +7,7 @@ nothing to disk; with tensor parallelism each rank's own weight loaders cut out 
 The caller pauses generation and clears the caches first: nothing here guards running requests.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ class MergingWorker:
     vllm_config: Any
     _opentinker_base: PristineBase | None = None
     _opentinker_dirty: tuple[str, ...] = ()
-    _opentinker_staged: LoraWeights | None = None
+    _opentinker_replaced: bool = False
+    _opentinker_staged: "LoraWeights | PristineBase | None" = None
 
     def opentinker_stage_adapter(self, adapter_dir: str) -> int:
         """Read an adapter into memory ahead of the swap, while generation still runs.
@@ -33,39 +35,60 @@ class MergingWorker:
         self._opentinker_staged = read_lora(Path(adapter_dir)) if adapter_dir else LoraWeights(0, ())
         return len(self._opentinker_staged.modules)
 
-    def opentinker_swap(self, model_dir: str) -> int:
-        """Load base + staged adapter into the running model. Returns the number of tensors written.
+    def opentinker_stage_model(self, directory: str) -> int:
+        """Open the files of a whole model ahead of the swap. Returns the number of tensors."""
+        self._opentinker_staged = PristineBase(Path(directory))
+        return len(self._opentinker_staged.names())
 
-        Layers that an earlier adapter changed and this one does not go back to the base. Only whole fused
-        layers can be loaded, so a layer's fused siblings come along from the base.
+    def opentinker_swap(self, model_dir: str) -> int:
+        """Load what was staged into the running model. Returns the number of tensors written.
+
+        An adapter is merged into the base: layers that an earlier one changed and this one does not go back
+        to the base. Only whole fused layers can be loaded, so a layer's fused siblings come along from the
+        base. After a whole model every tensor of the base is written.
         """
         staged = self._opentinker_staged
         if staged is None:
-            raise RuntimeError("no adapter was staged")
-        if self._opentinker_base is None:
-            self._opentinker_base = PristineBase(Path(model_dir))
-        base = self._opentinker_base
+            raise RuntimeError("nothing was staged")
         dtype: torch.dtype = self.vllm_config.model_config.dtype
-        changed = {module.name for module in staged.modules}
-        touched = _with_siblings(changed | set(self._opentinker_dirty), set(base.names()))
+        changed: tuple[str, ...] = ()
+        if isinstance(staged, PristineBase):
+            tensors = staged.cast(staged.names(), dtype)
+        else:
+            base = self._opentinker_base or PristineBase(Path(model_dir))
+            self._opentinker_base = base
+            changed = tuple(sorted(module.name for module in staged.modules))
+            tensors = self._merged(staged, base, dtype, changed)
         written = 0
 
-        def weights() -> Any:
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal written
-            by_name = {module.name: module for module in staged.modules}
-            for name in touched:
-                module = by_name.get(name)
-                one = LoraWeights(staged.rank, (module,)) if module is not None else None
-                source = base.merged(one, dtype) if one is not None else base.pristine([name], dtype)
-                for item in source:
-                    written += 1
-                    yield item
+            for item in tensors:
+                written += 1
+                yield item
 
         with torch.inference_mode():
-            self.model_runner.reload_weights(weights_iterator=weights())
-        self._opentinker_dirty = tuple(sorted(changed))
+            self.model_runner.reload_weights(weights_iterator=counted())
+        self._opentinker_replaced = isinstance(staged, PristineBase)
+        self._opentinker_dirty = changed
         self._opentinker_staged = None
         return written
+
+    def _merged(
+        self, staged: LoraWeights, base: PristineBase, dtype: torch.dtype, changed: tuple[str, ...]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        by_name = {f"{module.name}.weight": module for module in staged.modules}
+        if self._opentinker_replaced:
+            touched = base.names()
+        else:
+            modules = _with_siblings({*changed, *self._opentinker_dirty}, set(base.names()))
+            touched = [f"{name}.weight" for name in modules]
+        for name in touched:
+            module = by_name.get(name)
+            if module is None:
+                yield from base.cast([name], dtype)
+            else:
+                yield from base.merged(LoraWeights(staged.rank, (module,)), dtype)
 
 
 # Projections that vLLM fuses into one parameter, for the model families it serves with LoRA.
