@@ -423,6 +423,23 @@ def test_full_tuning_has_servers_of_its_own(doubles: World, tmp_path: Path) -> N
     )
 
 
+def test_a_run_starts_from_a_checkpoint(doubles: World, tmp_path: Path) -> None:
+    """Its weights only: the first batch is sampled from them, and a critic alike in tuning has them too."""
+    warm = doubles.cluster.create_policy("tiny").result()
+    warm.forward_backward([ot.TrainSample([1, 2], [0, 1])], ot.CrossEntropy())
+    warm.optim_step(ot.AdamW())
+    saved = warm.save_checkpoint().result()
+    doubles.trainer.ran.clear()
+    result = train(doubles, tmp_path, ot.ActorCritic(), from_checkpoint=saved, groups_per_step=4)
+    assert methods(doubles, result.policy.name)[:2] == ["RestoreCheckpoint", "PublishWeights"]
+    assert methods(doubles, result.critic.name)[0] == "RestoreCheckpoint"  # type: ignore[union-attr]
+    restored = [messages[0] for messages in sent(doubles, "RestoreCheckpoint")]
+    assert {(each.checkpoint, each.weights_only) for each in restored} == {(saved.name, True)}
+    assert doubles.inference.requests[0].model.policy_version.version == 1
+    assert result.steps == 1
+    assert json.loads(doubles.scheduler.runs[result.run].config_json)["from_checkpoint"] == saved.name
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

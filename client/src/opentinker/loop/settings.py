@@ -1,7 +1,7 @@
 """What `fit()` can be told, checked before anything is started."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
+from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import Limits
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
@@ -93,6 +94,7 @@ class Plan:
     env: EnvironmentSpec
     model: str
     tuning: Tuning
+    from_checkpoint: str
     algorithm: Algorithm
     groups_per_step: int
     steps: int
@@ -187,7 +189,8 @@ class Plan:
             "env": env,
             "env_options": dict(self.env_options),
             "model": self.model,
-            "tuning": _plain(self.tuning),
+            "tuning": _value(self.tuning),
+            "from_checkpoint": self.from_checkpoint,
             "algorithm": {"name": type(self.algorithm).__name__, **_plain(self.algorithm)},
             "groups_per_step": self.groups_per_step,
             "steps": self.steps,
