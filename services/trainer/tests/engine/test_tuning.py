@@ -215,7 +215,8 @@ def test_recomputed_activations_are_the_same_and_are_not_kept(make_engine: MakeE
         )
         engine.create_policy(NAME, spec, seed=0)
         train(engine, steps=1)
-        with Kept() as kept:
+        kept = Kept()
+        with kept:
             output = engine.forward_backward(NAME, rows, [CE])
         results.append((kept.size_bytes, output, gradient_of(engine, NAME)))
     (plain, first, gradient), (less, second, again) = results
