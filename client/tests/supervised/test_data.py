@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client.tests.doubles.tokenizers import STRIPS_THINKING, files
+from client.tests.doubles.tokenizers import CHATML, STRIPS_THINKING, files
+from tokenizers import Tokenizer
 
 from opentinker.errors import InvalidArgument, MissingDependency, TemplateProblem
 from opentinker.supervised.data import Chat, Completion, read
@@ -20,14 +21,8 @@ PAIR = {"prompt": "2 + 2 =", "completion": " 4"}
 
 
 def encoded(rows: list[Any], max_tokens: int = 200, **options: Any) -> Examples:
-    tokens = ChatTokenizer(files(options.pop("template", None) or files_template()))
+    tokens = ChatTokenizer(files(options.pop("template", CHATML)))
     return encode(read(rows, "data"), tokens, Encoding(max_tokens, **options))
-
-
-def files_template() -> str:
-    from client.tests.doubles.tokenizers import CHATML
-
-    return CHATML
 
 
 def test_both_kinds_of_rows_from_anything_iterable() -> None:
@@ -189,6 +184,16 @@ def test_b70_long_rows_are_refused_by_number_or_dropped_and_counted_never_cut() 
     assert len(encoded([CHAT], kept.longest)) == 1
     with pytest.raises(InvalidArgument, match="every row has more"):
         encoded([long], 100, too_long="drop")
+
+
+def test_b70_a_tokenizer_that_wants_to_cut_and_pad_does_neither() -> None:
+    made = files()
+    cutting = Tokenizer.from_str(made["tokenizer.json"].decode())
+    cutting.enable_truncation(8, direction="left")
+    cutting.enable_padding(length=400, direction="left")
+    theirs = ChatTokenizer({**made, "tokenizer.json": cutting.to_str().encode()})
+    rows, how = read([CHAT, PAIR], "data"), Encoding(200)
+    assert encode(rows, theirs, how).digest == encode(rows, ChatTokenizer(made), how).digest
 
 
 def test_errors_of_templates_name_the_row() -> None:

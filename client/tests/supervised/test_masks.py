@@ -1,5 +1,6 @@
 """Masks: exactly what the model has to produce, end token included, whatever the template does."""
 
+import json
 from typing import Any
 
 import pytest
@@ -95,8 +96,11 @@ def test_b64_tokens_that_merge_across_the_border_lose_nothing() -> None:
 
 
 def test_b30_b67_a_reply_of_one_token_is_trained_with_its_end_token() -> None:
-    """Nothing is known of padding here: an end token that also pads is the model's to say like any other."""
-    tokens = tokenizer()
+    """An end token that also pads is the model's to say like any other: nothing here pads, or knows of it."""
+    made = files(CHATML)
+    config = json.loads(made["tokenizer_config.json"])
+    config["pad_token"] = config["eos_token"]
+    tokens = ChatTokenizer({**made, "tokenizer_config.json": json.dumps(config).encode()})
     row = encode_completion(tokens, "2 + 2 =", "4", 1.0)
     assert trained(tokens, row) == ["4<|im_end|>"]
     assert [i for i, weight in enumerate(row.weights) if weight] == [
