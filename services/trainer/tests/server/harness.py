@@ -18,7 +18,7 @@ import psutil
 
 from opentinker_kit.settings import S3Settings
 from opentinker_kit.testing import wait_until
-from opentinker_trainer.domain.samples import Sample
+from opentinker_trainer.domain.samples import ARRAYS, Sample
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import loss_pb2, prompt_pb2, train_sample_pb2
 from opentinkerapi.runtime.channels import open_channel
@@ -39,10 +39,9 @@ def message(sample: Sample) -> train_sample_pb2.TrainSample:
         loss_mask=sample.loss_mask.astype(np.uint8).tobytes(),
         sampling_temperature=sample.temperature,
     )
-    if sample.behavior_logprobs is not None:
-        built.behavior_logprobs = pack_floats(sample.behavior_logprobs)
-    if sample.advantages is not None:
-        built.advantages = pack_floats(sample.advantages)
+    for name in ARRAYS:
+        if (array := getattr(sample, name)) is not None:
+            setattr(built, name, pack_floats(array))
     return built
 
 

@@ -15,6 +15,7 @@ from services.trainer.tests.server.harness import (
     refused,
 )
 
+from opentinker_trainer.domain.losses import LOSS_NAMES
 from opentinkerapi.data.v1 import loss_pb2
 from opentinkerapi.runtime.errors import from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
@@ -153,6 +154,19 @@ async def test_wrong_options_are_refused_by_name(noop: Client) -> None:
             ),
             "losses[0].registered.loss",
         ),
+        (
+            loss_pb2.LossComponent(name="a", value=loss_pb2.ValueLoss(), denominator=1.0),
+            "losses[0].value",
+        ),
+        (
+            loss_pb2.LossComponent(
+                name="a",
+                gspo=loss_pb2.GspoLoss(),
+                denominator=1.0,
+                correction=loss_pb2.OffPolicyCorrection(kind=loss_pb2.CORRECTION_KIND_NONE),
+            ),
+            "samples[0].proximal_logprobs",
+        ),
     ]
     for loss, field in cases:
         error = await refused(noop.forward_backward(rows, [loss], header=noop.header(1)))
@@ -183,5 +197,5 @@ async def test_policies_are_made_once_for_a_request(noop: Client) -> None:
 async def test_capabilities_say_what_the_engine_is(noop: Client) -> None:
     answer = await noop.call("GetCapabilities", pb.GetCapabilitiesRequest())
     assert answer.engine == "noop"
-    assert set(answer.losses) == {"importance_sampling", "ppo", "cross_entropy"}
+    assert set(answer.losses) == set(LOSS_NAMES)
     assert "ForwardBackward" in answer.methods
