@@ -1,6 +1,7 @@
 """Images in prompts: transformers' numbers, the same bits whatever else runs, and what is refused."""
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -88,10 +89,8 @@ def asked(name: str, given: PromptTokens, **options: Any) -> SampleJob:
     return replace(job(name, prompt=given.ids, **options), images=given.images)
 
 
-def reference(
-    model_dir: Path, adapter: Path | None, settings: ImageSettings, ids: Sequence[int], images: Images
-) -> np.ndarray:
-    """Logprob of each token after the first, by transformers' own way: pixels, grids, its own positions."""
+@functools.lru_cache(maxsize=4)
+def reference_model(model_dir: Path, adapter: Path | None) -> Any:
     import peft
     import torch
     from transformers import AutoModelForImageTextToText
@@ -99,6 +98,16 @@ def reference(
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapter))
+    return model.eval()
+
+
+def reference(
+    model_dir: Path, adapter: Path | None, settings: ImageSettings, ids: Sequence[int], images: Images
+) -> np.ndarray:
+    """Logprob of each token after the first, by transformers' own way: pixels, grids, its own positions."""
+    import torch
+
+    model = reference_model(model_dir, adapter)
     tokens = torch.tensor([list(ids)])
     inputs: dict[str, Any] = {"input_ids": tokens}
     if images:
@@ -112,7 +121,7 @@ def reference(
             "mm_token_type_ids": types,
         }
     with torch.no_grad():
-        scores = torch.log_softmax(model.eval()(**inputs, use_cache=False).logits[0, :-1], dim=-1)
+        scores = torch.log_softmax(model(**inputs, use_cache=False).logits[0, :-1], dim=-1)
     return scores.gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
 

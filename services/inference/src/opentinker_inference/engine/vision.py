@@ -22,9 +22,7 @@ class PromptVision:
         self.settings = settings
         self._tower = VisionTower(settings)
 
-    def inputs(
-        self, model: Any, chunk: Sequence[int], start: int, images: Images
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, model: Any, chunk: Sequence[int], start: int, images: Images) -> dict[str, torch.Tensor]:
         """What the decoder is called with for a chunk of a prompt that begins at `start`."""
         end = start + len(chunk)
         found = [self._vectors(model, image) for image in images]
@@ -34,7 +32,9 @@ class PromptVision:
             if first < last:
                 part = each.vectors[first - image.start : last - image.start]
                 embeddings[0, first - start : last - start] = part.to(embeddings.dtype)
-        positions = position_ids(end, _grids(images, found))[:, start:]
+        # An image may go on in the next chunk.
+        length = max(end, *(image.start + image.token_count for image in images))
+        positions = position_ids(length, _grids(images, found))[:, start:end]
         return {"inputs_embeds": embeddings, "position_ids": torch.from_numpy(positions)[:, None]}
 
     def shift(self, model: Any, length: int, images: Images) -> int:
