@@ -1,9 +1,12 @@
 """What the documentation names must exist."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import opentinker
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -23,6 +26,16 @@ def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
     assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_names_exist(page: Path) -> None:
+    for name, called in re.findall(r"`ot\.([A-Za-z_.]+)(?:\(([a-z_, ]*)\))?[^`\n]*`", page.read_text()):
+        thing: object = opentinker
+        for part in name.rstrip(".").split("."):
+            thing = getattr(thing, part)
+        options = [each for each in called.split(", ") if each]
+        assert set(options) <= set(inspect.signature(thing).parameters if options else ()), name
 
 
 def test_tests_against_field_bugs_exist() -> None:
