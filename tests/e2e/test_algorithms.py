@@ -144,6 +144,35 @@ def test_a_custom_loss_is_the_trainers_own(policy: ot.Policy, start: Any, rows: 
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+def test_a_critic_learns_what_it_is_told(policy: ot.Policy, rows: list[ot.TrainSample]) -> None:
+    """A second policy of the same job: its values come nearer to the returns, the policy stays as it is."""
+    before = policy.forward(rows).result().logprobs
+    critic = policy.cluster.create_policy(
+        policy.base_model, tuning=ot.LoRA(rank=4, value_head=True), beside=policy
+    ).result()
+    values = critic.forward(rows, values=True).result().values
+    told = [
+        replace(row, returns=np.full(len(row.token_ids), 0.8), old_values=known)
+        for row, known in zip(rows, values, strict=True)
+    ]
+    losses = []
+    for _ in range(15):
+        gradient = critic.forward_backward(told, ot.Value(clip=5.0), denominator=tokens(told))
+        critic.optim_step(ot.AdamW(lr=2e-2))
+        losses.append(gradient.result().metrics["critic/vf_loss"].mean)
+    expected = np.mean(
+        [
+            0.5 * (value - 0.8) ** 2
+            for row, known in zip(rows, values, strict=True)
+            for value in np.asarray(known)[np.asarray(row.loss_mask) == 1]
+        ]
+    )
+    assert losses[0] == pytest.approx(expected, rel=1e-4)
+    assert losses[-1] < 0.1 * losses[0]
+    for one, other in zip(before, policy.forward(rows).result().logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_components_of_a_batch_keep_to_their_rows(policy: ot.Policy, rows: list[ot.TrainSample]) -> None:
     """Policy, labelled and teacher's rows in one step: each sum is that of its rows alone."""
     half = len(rows) // 2
@@ -182,6 +211,7 @@ ALGORITHMS = {
     ),
     "critic": ot.ActorCritic(group_size=2, critic=ot.Critic(learning_rate=1e-2), kl=ot.KLPenalty()),
     "shared-critic": ot.ActorCritic(group_size=2, critic=ot.Critic(shared=True), epochs=2),
+    "full": ot.ActorCritic(group_size=2, kl=ot.KLPenalty()),
 }
 
 
@@ -190,7 +220,7 @@ def test_fit_with(cluster: ot.Cluster, tiny_model_dir: Path, tmp_path: Path, nam
     result = ot.fit(
         ODD,
         str(tiny_model_dir),
-        tuning=ot.LoRA(rank=4),
+        tuning=ot.Full() if name == "full" else ot.LoRA(rank=4),
         algorithm=ALGORITHMS[name],
         groups_per_step=3,
         steps=3,
@@ -217,10 +247,12 @@ def test_fit_with(cluster: ot.Cluster, tiny_model_dir: Path, tmp_path: Path, nam
         assert abs(first["actor/reference_kl"]) < 1e-3
         assert abs(learned[-1]["rollout_corr/weight"] - 1) < 0.01
         return
-    losses = [row["critic/vf_loss"] for row in learned]
-    assert losses[-1] < losses[0]
+    assert all(row["critic/vf_loss"] > 0 for row in learned)
     assert learned[-1]["critic/values/mean"] != learned[0]["critic/values/mean"]
-    if name == "critic":
+    if name == "full":
+        # The reference is the model as it was loaded, from which the policy moves away.
+        assert abs(first["actor/reference_kl"]) < 1e-6 < abs(learned[-1]["actor/reference_kl"])
+    if name in ("critic", "full"):
         assert result.critic is not None
         assert result.critic.checkpoint is not None
         assert learned[0]["critic/grad_norm"] > 0
