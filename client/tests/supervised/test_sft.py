@@ -78,14 +78,15 @@ def test_a_run_trains_measures_saves_and_publishes(doubles: World, tmp_path: Pat
         *("ForwardBackward", "OptimStep", "Forward", "SaveCheckpoint"),
         *("ForwardBackward", "OptimStep"),
         *("ForwardBackward", "OptimStep", "Forward", "SaveCheckpoint"),
-        *("ForwardBackward", "OptimStep", "Forward"),
+        *("ForwardBackward", "OptimStep", "Forward", "SaveCheckpoint"),
         "PublishWeights",
     ]
     assert seen == [
         ("evaluation", 0),
         ("step", 1),
         *(("step", 2), ("checkpoint", 2), ("evaluation", 2), ("step", 3)),
-        *(("step", 4), ("checkpoint", 4), ("evaluation", 4), ("step", 5), ("evaluation", 5), ("end", 5)),
+        *(("step", 4), ("checkpoint", 4), ("evaluation", 4)),
+        *(("step", 5), ("checkpoint", 5), ("evaluation", 5), ("end", 5)),
     ]
     assert (result.steps, result.version) == (5, 1)
     assert [step for step, _ in result.evaluations] == [0, 2, 4, 5]
@@ -99,7 +100,9 @@ def test_a_run_trains_measures_saves_and_publishes(doubles: World, tmp_path: Pat
     config = json.loads(run.config_json)
     assert (config["kind"], config["rows"], config["tuning"]["rank"]) == ("sft", 10, 16)
     state = json.loads(doubles.scheduler.loop_states[-1].state)
-    assert (state["next_ordinal"], state["step"]) == (16, 4)
+    assert (state["next_ordinal"], state["step"]) == (20, 5)
+    assert result.checkpoint is not None
+    assert result.checkpoint.step == 5
 
 
 def test_the_job_has_a_trainer_slot_only_until_the_policy_is_sampled(doubles: World, tmp_path: Path) -> None:
@@ -182,6 +185,22 @@ def test_b99_ten_steps_are_five_and_a_resumed_five(doubles: World, tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
     assert doubles.scheduler.runs[first.run].state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+def test_a_run_starts_from_the_weights_of_a_checkpoint(doubles: World, tmp_path: Path) -> None:
+    first = tune(doubles, tmp_path, checkpoint_every=10)
+    assert first.checkpoint is not None
+    for start in (first.checkpoint, first.checkpoint.name):
+        doubles.trainer.ran.clear()
+        tune(doubles, tmp_path, from_checkpoint=start)
+        _, method, (request,) = doubles.trainer.ran[0]
+        assert (method, request.checkpoint, request.weights_only) == (
+            "RestoreCheckpoint",
+            first.checkpoint.name,
+            True,
+        )
+    with pytest.raises(errors.InvalidArgument, match="starts from its own checkpoint"):
+        tune(doubles, tmp_path, from_checkpoint=first.checkpoint, resume=first.run)
 
 
 def test_a_run_is_resumed_with_the_same_data_and_settings_only(doubles: World, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def sft(
     too_long: Annotated[str, typer.Option(help="refuse longer rows, or drop and count them.")] = "refuse",
     ignore: Annotated[list[str] | None, typer.Option(help="Column to ignore; may be repeated.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints.")] = None,
+    from_checkpoint: Annotated[str, typer.Option(help="Checkpoint whose weights to start from.")] = "",
     resume: Annotated[str, typer.Option(help="Run to go on with, runs/...")] = "",
     seed: Annotated[int, typer.Option(help="Seed of order and adapter.")] = 0,
     name: Annotated[str, typer.Option(help="What the run is called.")] = "",
@@ -141,6 +142,7 @@ def sft(
             too_long=too_long,  # type: ignore[arg-type]
             ignore_columns=ignore or (),
             checkpoint_every=checkpoint_every,
+            from_checkpoint=from_checkpoint,
             resume=resume,
             seed=seed,
             name=name,

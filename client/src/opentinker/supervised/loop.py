@@ -68,6 +68,8 @@ async def train(plan: Plan, cluster: Cluster) -> SftResult:
             supervised=True,
         )
         await recorder.working_on(policy.job.name)
+        if plan.from_checkpoint:
+            await policy.restore(plan.from_checkpoint, weights_only=True)
         course = await _course(plan, policy, start)
         recorder.expect(course.steps)
         for name, examples in (("data", course.examples), ("evaluation", course.held_out)):
@@ -205,8 +207,9 @@ def _launch(plan: Plan, policy: Policy, course: _Course, step: int, batch: Batch
         [example.sample() for example in examples], CrossEntropy(), denominator=float(loss_tokens)
     )
     update = policy.optim_step(optimizer)
-    due = step == course.steps or (plan.evaluation_every and step % plan.evaluation_every == 0)
-    saves = plan.checkpoint_every is not None and step % plan.checkpoint_every == 0
+    last = step == course.steps
+    due = last or (plan.evaluation_every is not None and step % plan.evaluation_every == 0)
+    saves = plan.checkpoint_every is not None and (last or step % plan.checkpoint_every == 0)
     row = {
         "actor/lr": optimizer.lr,
         "training/epoch": course.batches.epoch(batch.next_ordinal),

@@ -58,6 +58,7 @@ class Plan:
     loggers: Sequence[Any]
     callbacks: Sequence[Any]
     checkpoint_every: int | None
+    from_checkpoint: str
     resume: str
     trainer: ServerOptions | None
     inference: ServerOptions | None
@@ -92,6 +93,8 @@ class Plan:
                 raise invalid("learning_rate", "a function says it all; leave out warmup and decay")
         elif not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise invalid("learning_rate", f"must be a finite number of at least 0, not {self.learning_rate}")
+        if self.resume and self.from_checkpoint:
+            raise invalid("resume", "a run that is resumed starts from its own checkpoint")
         if self.resume and not self.resume.startswith("runs/"):
             raise invalid("resume", f"must be the name of a run, runs/..., not {self.resume!r}")
 
@@ -133,6 +136,7 @@ class Plan:
                     "decay",
                     "evaluation_every",
                     "checkpoint_every",
+                    "from_checkpoint",
                     "train_on",
                     "rewritten_history",
                     "max_tokens",

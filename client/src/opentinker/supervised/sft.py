@@ -23,6 +23,7 @@ from opentinker.supervised.settings import (
     Plan,
     refuse_unknown,
 )
+from opentinker.training.results import Checkpoint
 from opentinker.training.tuning import AdamW, LoRA, ServerOptions, Tuning
 
 
@@ -53,6 +54,7 @@ def sft(
     loggers: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
     checkpoint_every: int | None = None,
+    from_checkpoint: Checkpoint | str = "",
     resume: str = "",
     trainer: ServerOptions | None = None,
     inference: ServerOptions | None = None,
@@ -78,8 +80,9 @@ def sft(
 
     `learning_rate` is a number, with `warmup` steps and a `decay` to 0 at the end of the run, or a function
     of the step (`ot.schedules`). `evaluation` has held-out rows: their loss is measured before and after, and
-    each `evaluation_every` steps. `resume` names a run that saved checkpoints and goes on from the last one,
-    given the same data and settings.
+    each `evaluation_every` steps. With `checkpoint_every` a checkpoint is saved each so many steps and at the
+    end. `from_checkpoint` gives the policy the weights of one (of the same tuning) to start from, here as in
+    `fit()`; `resume` names a run instead and goes on from its last one, given the same data and settings.
 
     The job has a trainer slot; `serve` adds an inference slot. Without it, one is taken when the result is
     first sampled. Without a `cluster` the innermost open one is used, or an embedded stack is started.
@@ -125,6 +128,8 @@ def _plan(given: Mapping[str, Any]) -> Plan:
         for name, value in {"tuning": LoRA(), "optimizer": AdamW(clip_norm=CLIP_NORM)}.items()
         if options[name] is None
     }
+    start = options["from_checkpoint"]
+    options["from_checkpoint"] = start.name if isinstance(start, Checkpoint) else start
     options["run_dir"] = Path(options["run_dir"]) if options["run_dir"] is not None else None
     if evaluation is None and options["evaluation_every"] is not None:
         raise invalid("evaluation_every", "there is no evaluation data")
