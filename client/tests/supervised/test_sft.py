@@ -288,6 +288,8 @@ async def test_from_a_loop_of_ones_own(doubles: World, tmp_path: Path) -> None:
 
 
 def test_every_metric_is_in_the_table(doubles: World, tmp_path: Path) -> None:
+    of_the_trainer = ("actor/entropy", "actor/skipped_steps", "loss/supervised", "rows/skipped")
+    doubles.trainer.metrics = dict.fromkeys(of_the_trainer, (1.0, 2.0))
     result = tune(doubles, tmp_path, evaluation=chats(2, 50))
     section = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text().split("\n## ")[1]
     documented = set(re.findall(r"`([^`]+/[^`]+)`", section))
