@@ -4,6 +4,7 @@ same sums, the same gradient and the same metrics.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,18 @@ from services.trainer.tests.engine.conftest import SPEC, MakeEngine
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from opentinker_trainer.domain.losses import Component, CrossEntropy, Entropy, Ppo
+from opentinker_trainer.domain.losses import (
+    Component,
+    CorrectionKind,
+    CrossEntropy,
+    Entropy,
+    Kl,
+    KlEstimator,
+    OtherLoss,
+    PolicyLoss,
+    Ppo,
+)
+from opentinker_trainer.domain.registered import registered_kinds
 from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
 from opentinker_trainer.engine.core import TorchEngine
@@ -142,6 +154,15 @@ MORE_CUTS: list[Cut] = [
     {"max_shared_row_tokens": 24, "pack": False},
     PACKED,
 ]
+
+
+def test_every_loss_estimator_and_correction_has_a_case() -> None:
+    kinds = {type(component.loss) for component in CASES.values()}
+    assert kinds == {*get_args(PolicyLoss), *get_args(OtherLoss), *registered_kinds().values()}
+    losses = [component.loss for component in CASES.values()]
+    assert {loss.estimator for loss in losses if isinstance(loss, Kl)} == set(KlEstimator)
+    corrections = {each.correction.kind for each in CASES.values() if each.correction is not None}
+    assert corrections == set(CorrectionKind)
 
 
 @pytest.mark.parametrize("component", CASES.values(), ids=CASES)
