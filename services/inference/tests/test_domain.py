@@ -58,6 +58,7 @@ def test_a_valid_adapter() -> None:
         (CONFIG | {"rank_pattern": {"q_proj": 1}}, tensors(), "rank_pattern"),
         (CONFIG | {"modules_to_save": ["lm_head"]}, tensors(), "modules_to_save"),
         (CONFIG | {"peft_type": "IA3"}, tensors(), "peft_type"),
+        (CONFIG | {"target_modules": ["k_proj"]}, tensors(), "none of the target_modules"),
         (CONFIG, dict(list(tensors().items())[:3]), "only one of"),
     ],
 )

@@ -13,7 +13,6 @@ import pytest
 from services.inference.tests.adapters_for_tests import ALL_LINEAR, write_adapter
 from services.inference.tests.engine_helpers import collect, job, prompt_scores
 
-from opentinker_inference.adapters.safetensors_header import checkpoint_shapes
 from opentinker_inference.domain.adapter_layout import linear_layers
 from opentinker_inference.domain.images import Images, PromptImage, PromptTokens
 from opentinker_inference.domain.sampling import Completion, EngineInfo, SampleJob, ScoreJob
@@ -24,6 +23,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.images import patches
 from opentinker_kit.models import image_settings
 from opentinker_kit.objects import MemoryObjectStore
+from opentinker_kit.safetensors_header import checkpoint_shapes
 from opentinker_kit.testing.vision import png
 from opentinkerapi.data.v1 import blob_pb2, content_pb2, prompt_pb2
 from opentinkerapi.runtime.images import INLINE_MAX_BYTES, ImageSettings, image_chunk

@@ -21,12 +21,12 @@ from typing import Any
 
 import structlog
 
-from opentinker_inference.adapters.safetensors_header import check_finite, checkpoint_shapes, read_shapes
 from opentinker_inference.domain.adapter_layout import Shapes, check_adapter, linear_layers
 from opentinker_inference.domain.model_layout import check_model, is_tied, output_shape
 from opentinker_inference.domain.versions import LocalWeights, ModelRef
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import ObjectStore
+from opentinker_kit.safetensors_header import check_finite, checkpoint_shapes, read_shapes
 from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()

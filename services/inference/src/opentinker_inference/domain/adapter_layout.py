@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.weight_configs import unhonoured_option
 from opentinkerapi.runtime.reasons import Reason
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -19,25 +20,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 _TOWER = re.compile(r"(model\.)?visual\.")
 _LANGUAGE = re.compile(r"^model\.(?!language_model\.)")
-# Options of adapter_config.json that change what the weights mean, and the values that are honoured.
-_HONOURED: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "use_dora": (False, None),
-    "use_rslora": (False, True, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "megatron_config": (None, {}),
-    "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
-    "lora_bias": (False, None),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +57,9 @@ def check_adapter(
 ) -> AdapterFacts:
     """INVALID_WEIGHTS, naming what does not fit, unless every tensor will be used as it is meant."""
     rank, scale = _rank_and_scale(config, max_rank)
-    for option, honoured in _HONOURED.items():
-        if option in config and config[option] not in honoured:
-            raise _invalid(f"adapter_config.json sets {option} = {config[option]!r}, which is not supported")
+    option = unhonoured_option(config)
+    if option is not None:
+        raise _invalid(f"adapter_config.json sets {option}, which is not supported")
     pairs: dict[str, set[str]] = {}
     unknown: list[str] = []
     for key, shape in tensors.items():

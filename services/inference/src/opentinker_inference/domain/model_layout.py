@@ -7,28 +7,10 @@ from typing import Any
 
 from opentinker_inference.domain.adapter_layout import Shapes
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.weight_configs import config_mismatch
 from opentinkerapi.runtime.reasons import Reason
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-# Options of config.json that decide what the same tensors compute.
-_SAME = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-)
 _COMPUTED = "rotary_emb.inv_freq"
 """Ends the names of what old checkpoints hold and models compute."""
 
@@ -37,11 +19,9 @@ def check_model(
     config: Mapping[str, Any], tensors: Shapes, base_config: Mapping[str, Any], base_tensors: Shapes
 ) -> None:
     """INVALID_WEIGHTS, naming the option or tensor, unless the files fit the base model one to one."""
-    for option in _SAME:
-        if option in config and option in base_config and config[option] != base_config[option]:
-            raise _invalid(
-                f"config.json sets {option} = {config[option]!r}, the base model has {base_config[option]!r}"
-            )
+    mismatch = config_mismatch(config, base_config)
+    if mismatch is not None:
+        raise _invalid(mismatch)
     tied = is_tied(base_config, base_tensors)
     expected, given = _named(base_tensors, tied), _named(tensors, tied)
     for name in sorted(expected.keys() | given.keys()):

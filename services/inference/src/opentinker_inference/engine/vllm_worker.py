@@ -69,10 +69,21 @@ class MergingWorker:
 
         with torch.inference_mode():
             self.model_runner.reload_weights(weights_iterator=counted())
+            self._pack_output_again()
         self._opentinker_replaced = isinstance(staged, PristineBase)
         self._opentinker_dirty = changed
         self._opentinker_staged = None
         return written
+
+    def _pack_output_again(self) -> None:
+        """Where the output layer is the embedding, a reload writes the embedding and forgets what was made of
+        it for the output: on CPU a packed copy, which would go on giving the old logits.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def _merged(
         self, staged: LoraWeights, base: PristineBase, dtype: torch.dtype, changed: tuple[str, ...]
