@@ -121,6 +121,15 @@ def test_the_job_has_a_trainer_slot_only_until_the_policy_is_sampled(doubles: Wo
     assert len(doubles.scheduler.jobs) == 2
 
 
+def test_a_whole_model_is_served_merged_by_a_server_of_its_own(doubles: World, tmp_path: Path) -> None:
+    result = tune(doubles, tmp_path, tuning=ot.Full())
+    result.policy.load().result()
+    training, serving = doubles.scheduler.jobs.values()
+    assert training.slots[0].tuning == job_pb2.TUNING_KIND_FULL
+    (slot,) = serving.slots
+    assert (slot.options.serving_mode, slot.options.exclusive) == ("merged", True)
+
+
 def test_serve_holds_an_inference_slot_and_loads_the_result(doubles: World, tmp_path: Path) -> None:
     tune(doubles, tmp_path, serve=True, inference=ServerOptions(engine="transformers"))
     (job,) = doubles.scheduler.jobs.values()

@@ -26,11 +26,12 @@ def policy_jobs(
         count=1,
         options=_fitting(trainer, tuning).to_wire(),
     )
+    serving = _fitting(inference, tuning)
+    if full and serving.serving_mode is None:
+        # The scheduler sees this by itself where the job trains too, not where it only serves.
+        serving = replace(serving, serving_mode="merged")
     serves = job_pb2.SlotSpec(
-        role=job_pb2.SLOT_ROLE_INFERENCE,
-        base_model=model,
-        count=1,
-        options=_fitting(inference, tuning).to_wire(),
+        role=job_pb2.SLOT_ROLE_INFERENCE, base_model=model, count=1, options=serving.to_wire()
     )
     learning = job_pb2.JOB_KIND_FULL_RL if full else job_pb2.JOB_KIND_LORA_RL
     job = job_pb2.Job(
