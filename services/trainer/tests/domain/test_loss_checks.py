@@ -116,6 +116,10 @@ def correction(kind: str, **bounds: float) -> dict[str, Any]:
     return {"ppo": loss_pb2.PpoLoss(), "correction": value}
 
 
+def registered(loss: str, **options: float) -> dict[str, Any]:
+    return {"registered": loss_pb2.RegisteredLoss(loss=loss, options=options)}
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -139,10 +143,10 @@ NAN, INF = float("nan"), float("inf")
         ("dro.beta", {"dro": loss_pb2.DroLoss(beta=-1.0)}),
         ("kl.estimator", {"kl": loss_pb2.KlLoss(estimator=9)}),  # type: ignore[arg-type]
         ("value.clip", {"value": loss_pb2.ValueLoss(clip=0.0)}),
-        ("registered.options.kl_tau", {"registered": loss_pb2.RegisteredLoss(loss="prime_rl", options={"kl_tau": -1.0})}),
-        ("registered.options.mask_low", {"registered": loss_pb2.RegisteredLoss(loss="prime_rl", options={"mask_low": 2.0})}),
-        ("registered.options.beta", {"registered": loss_pb2.RegisteredLoss(loss="prime_rl", options={"beta": 1.0})}),
-        ("registered.options.ratio_min", {"registered": loss_pb2.RegisteredLoss(loss="reinforce_is", options={"ratio_min": 11.0})}),
+        ("registered.options.kl_tau", registered("prime_rl", kl_tau=-1.0)),
+        ("registered.options.mask_low", registered("prime_rl", mask_low=2.0)),
+        ("registered.options.beta", registered("prime_rl", beta=1.0)),
+        ("registered.options.ratio_min", registered("reinforce_is", ratio_min=11.0)),
         ("coefficient", {"ppo": loss_pb2.PpoLoss(), "coefficient": NAN}),
         ("denominator", {"ppo": loss_pb2.PpoLoss(), "denominator": 0.0}),
         ("denominator", {"ppo": loss_pb2.PpoLoss(), "denominator": INF}),
@@ -224,7 +228,7 @@ def full_sample() -> Sample:
     """With every array."""
     row = sample(3, 4, 1)
     numbers = np.linspace(-1, -0.1, 7).astype(np.float32)
-    return replace(row, **{name: numbers for name in ARRAYS})
+    return replace(row, **dict.fromkeys(ARRAYS, numbers))
 
 
 def test_arrays_are_read_from_messages() -> None:

@@ -381,10 +381,11 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss: Loss) -> None:
         assert not metrics["actor/pg_clipfrac"].any()
 
 
-@pytest.mark.parametrize(
-    "loss", [each for each in POLICY_LOSSES if isinstance(each, Ppo | Gspo | ImportanceSampling | Sapo | Gmpo | Dro)],
-    ids=name_of,
-)  # fmt: skip
+SMOOTH = (ImportanceSampling, Ppo, Gspo, Sapo, Gmpo, Dro)
+"""Losses of which nothing but a clip is constant."""
+
+
+@pytest.mark.parametrize("loss", [each for each in POLICY_LOSSES if isinstance(each, SMOOTH)], ids=name_of)
 def test_gradients_are_those_of_finite_differences(loss: Loss) -> None:
     logprobs = t(golden.LOGPROBS).requires_grad_()
     component = Component("main", loss, 1.0)
@@ -462,7 +463,8 @@ DEFAULTS_AND_CHANGES: list[tuple[Loss, list[Loss]]] = [
     (PrimeRl(), [PrimeRl(mask_low=0.6), PrimeRl(mask_high=0.1), PrimeRl(kl_tau=0.1)]),
     (ReinforceIs(), [ReinforceIs(ratio_min=0.7), ReinforceIs(ratio_max=1.2)]),
     (Art(), [Art(epsilon=0.2), Art(epsilon_high=0.2)]),
-    (Vespo(), [Vespo(k_positive=1.0), Vespo(lambda_positive=1.0), Vespo(k_negative=1.0), Vespo(lambda_negative=1.0)]),
+    (Vespo(), [Vespo(k_positive=1.0), Vespo(lambda_positive=1.0)]),
+    (Vespo(), [Vespo(k_negative=1.0), Vespo(lambda_negative=1.0)]),
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Losses that move a policy along advantages. Tensors are [N], in float32 or float64.
 
-r = exp(logprob - base), base being the proximal policy's logprobs where samples have them, else the sampler's.
-A loss of a sequence gives each of its tokens the same factor; with weights 1 / length and the number of
-sequences as denominator its sum is the mean over sequences.
+r = exp(logprob - base), base being the proximal policy's logprobs where samples have them, the sampler's
+where they do not. A loss of a sequence gives each of its tokens the same factor; with weights 1 / length and
+the number of sequences as denominator its sum is the mean over sequences.
 """
 
 import torch
