@@ -104,7 +104,15 @@ class TrainerServer:
             upload_first=settings.upload_before_register,
             source=settings.instance_id or "trainer",
         )
-        executor = Executor(store, self.catalog, publisher, clock, state_dir / "scratch")
+        executor = self._executor = Executor(
+            store,
+            self.catalog,
+            publisher,
+            clock,
+            state_dir / "scratch",
+            keep_checkpoints=settings.keep_checkpoints,
+            checkpoint_ttl_s=settings.checkpoint_ttl_s,
+        )
         recovery = Recovery(store, executor, clock, state_dir / "recovery")
         self.dispatcher = Dispatcher(
             self.host,
@@ -213,7 +221,7 @@ class TrainerServer:
             cache_dir=settings.model_cache_dir,
             allow_any_dir=settings.allow_any_model_dir,
         )
-        self._model_path = resolved.path
+        self._model_path = self._executor.model_dir = resolved.path
         self.servicer.tokenizer = TokenizerFiles(tokenizer_files(resolved.path))
         return resolved.digest
 

@@ -101,6 +101,11 @@ class Catalog(Protocol):
         """Record a version; the same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED."""
         ...
 
-    async def register_checkpoint(self, checkpoint: policy_pb2.Checkpoint, attempt: int) -> None:
-        """Record a checkpoint; the same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED."""
+    async def register_checkpoint(
+        self, checkpoint: policy_pb2.Checkpoint, attempt: int, keep: int = 0
+    ) -> None:
+        """Record a checkpoint, and let go of older ones than the newest `keep` (0: of none).
+
+        The same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED.
+        """
         ...

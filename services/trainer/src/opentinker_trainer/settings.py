@@ -50,6 +50,11 @@ class TrainerSettings(ServerSettings):
 
     recovery_every_steps: int = Field(default=10, ge=1)
     """A recovery checkpoint after so many optimizer steps; a restart runs again what came after it."""
+    keep_checkpoints: int = Field(default=0, ge=0)
+    """How many checkpoints of a policy stay once another is saved, where SaveCheckpoint names no number;
+    0: all."""
+    checkpoint_ttl_s: float = Field(default=0.0, ge=0)
+    """How long a checkpoint stays at least, where SaveCheckpoint names no time; 0: for ever."""
     publish_dir: Path | None = None
     """Where published weights lie for servers on this host; by default below `state_dir`."""
     keep_published: int = Field(default=4, ge=1)

@@ -17,8 +17,8 @@ from opentinkerapi.runtime.reasons import Reason
 _ADAPTER = re.compile(r"adapter_(model\.safetensors|config\.json)")
 _MODEL = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
-    r"|tokenizer(_config)?\.json|special_tokens_map\.json|(added_tokens|vocab|preprocessor_config)\.json"
-    r"|merges\.txt|chat_template\.jinja"
+    r"|tokenizer(_config\.json|\.json|\.model)|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|((video_)?pre)?processor_config\.json|chat_template\.jinja"
 )
 """What of a policy's files is weights; optimizer, gradient and counters of a checkpoint are not."""
 

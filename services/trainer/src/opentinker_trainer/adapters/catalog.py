@@ -48,9 +48,11 @@ class GrpcCatalog:
         )
         await self._call("RegisterVersion", request)
 
-    async def register_checkpoint(self, checkpoint: policy_pb2.Checkpoint, attempt: int) -> None:
+    async def register_checkpoint(
+        self, checkpoint: policy_pb2.Checkpoint, attempt: int, keep: int = 0
+    ) -> None:
         request = catalog_service_pb2.RegisterCheckpointRequest(
-            policy=checkpoint.policy, checkpoint=checkpoint, attempt=attempt
+            policy=checkpoint.policy, checkpoint=checkpoint, attempt=attempt, keep_checkpoints=keep
         )
         await self._call("RegisterCheckpoint", request)
 
@@ -90,7 +92,9 @@ class NoCatalog:
     async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int) -> None:
         return None
 
-    async def register_checkpoint(self, checkpoint: policy_pb2.Checkpoint, attempt: int) -> None:
+    async def register_checkpoint(
+        self, checkpoint: policy_pb2.Checkpoint, attempt: int, keep: int = 0
+    ) -> None:
         return None
 
     async def close(self) -> None:

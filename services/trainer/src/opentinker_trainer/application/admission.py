@@ -220,8 +220,21 @@ class Admission:
                 wire.denominators_of(step.denominators)
                 if len(set(step.forward_backward_seqs)) != len(step.forward_backward_seqs):
                     raise ServiceError(Reason.INVALID_FIELD, "a seq repeats", field="forward_backward_seqs")
+            case "save_checkpoint":
+                self._check_retention(logged.save_checkpoint)
             case "restore_checkpoint":
                 checkpoint_policy(logged.restore_checkpoint.checkpoint)
+
+    def _check_retention(self, body: trainer_service_pb2.SaveCheckpointRequest) -> None:
+        if body.keep_checkpoints < 0:
+            text = "keep_checkpoints must be positive, or 0 for the server's setting"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="keep_checkpoints")
+        if body.HasField("ttl") and body.ttl.ToNanoseconds() <= 0:
+            raise ServiceError(Reason.INVALID_FIELD, "ttl must be positive", field="ttl")
+        if not self._holdings.managed and (body.keep_checkpoints or body.HasField("ttl")):
+            text = "the scheduler's catalog lets checkpoints go, and this trainer runs without one"
+            field = "keep_checkpoints" if body.keep_checkpoints else "ttl"
+            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=field)
 
     async def _check_samples(
         self, messages: list[train_sample_pb2.TrainSample], components: list[Component] | None

@@ -142,7 +142,9 @@ class Dispatcher:
         policy.queue.end(seq)
         policy.applied_seq = seq
         policy.bodies.pop(seq, None)
-        if policy.state.step - policy.steps_at_recovery >= self._recovery_every_steps:
+        # A restored checkpoint may be deleted: nothing may have to restore it again.
+        restored = done.HasField("restore_checkpoint")
+        if restored or policy.state.step - policy.steps_at_recovery >= self._recovery_every_steps:
             await self._save_recovery(engine, policy)
 
     async def _replay(self, engine: Engine, policy: HeldPolicy, seq: int) -> None:

@@ -17,6 +17,7 @@ from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.image_blobs import inline_images
 from opentinker_trainer.application.held import HeldPolicy
+from opentinker_trainer.application.imports import fetch_import
 from opentinker_trainer.application.patience import patiently
 from opentinker_trainer.application.publishing import Publisher
 from opentinker_trainer.application.store import PolicyStore
@@ -71,13 +72,26 @@ class Executor:
     """Runs operations on an engine and moves the policy's state with them."""
 
     def __init__(
-        self, store: PolicyStore, catalog: Catalog, publisher: Publisher, clock: Clock, work_dir: Path
+        self,
+        store: PolicyStore,
+        catalog: Catalog,
+        publisher: Publisher,
+        clock: Clock,
+        work_dir: Path,
+        *,
+        keep_checkpoints: int = 0,
+        checkpoint_ttl_s: float = 0.0,
     ) -> None:
+        """`keep_checkpoints`, `checkpoint_ttl_s`: where a SaveCheckpoint names none; 0: without a limit."""
         self._clock = clock
         self._store = store
         self._catalog = catalog
         self._publisher = publisher
         self._work_dir = work_dir
+        self._keep_checkpoints = keep_checkpoints
+        self._checkpoint_ttl_s = checkpoint_ttl_s
+        self.model_dir = Path()
+        """The base model's folder, once it is known."""
 
     async def run(
         self, engine: Engine, policy: HeldPolicy, logged: pb.LoggedOperation, *, begun: bool
@@ -229,7 +243,13 @@ class Executor:
             size_bytes=manifest.size_bytes,
             display_name=body.display_name,
         )
-        await patiently(self._clock, lambda: self._catalog.register_checkpoint(checkpoint, policy.attempt))
+        ttl_s = body.ttl.ToTimedelta().total_seconds() if body.HasField("ttl") else self._checkpoint_ttl_s
+        if ttl_s:
+            checkpoint.expire_time.FromDatetime(self._clock.now() + timedelta(seconds=ttl_s))
+        keep = body.keep_checkpoints or self._keep_checkpoints
+        await patiently(
+            self._clock, lambda: self._catalog.register_checkpoint(checkpoint, policy.attempt, keep)
+        )
         done.save_checkpoint.checkpoint.CopyFrom(checkpoint)
         done.engine_time.FromTimedelta(saved.engine_time)
 
@@ -295,6 +315,23 @@ class Executor:
             state = json.loads((directory / STATE_FILE).read_text())
         open_seqs = () if drop_gradient else tuple(int(seq) for seq in state["open_seqs"])
         return restored.step, open_seqs, restored.engine_time
+
+    async def import_weights(self, engine: Engine, policy: HeldPolicy) -> None:
+        """Replace the engine's weights by those that a policy was made from; all of them or none."""
+        record = policy.record
+        with self._scratch() as directory:
+            await patiently(
+                self._clock,
+                lambda: fetch_import(
+                    self._store,
+                    record.import_files,
+                    directory,
+                    policy.spec,
+                    record.policy.base_model,
+                    self.model_dir,
+                ),
+            )
+            await engine.restore(policy.name, directory, weights_only=True, drop_gradient=True)
 
     async def _publish(self, engine: Engine, policy: HeldPolicy, done: operation_pb2.Operation) -> None:
         version, engine_time = await self._publisher.publish(

@@ -32,6 +32,8 @@ from opentinkerapi.runtime.reasons import Reason
 log = structlog.get_logger()
 
 _RETRY_UPLOAD_S = 2.0
+_KEPT_MODELS = 2
+"""Of a policy whose versions are whole models, how many stay on this host at most."""
 
 
 class Publisher:
@@ -75,11 +77,18 @@ class Publisher:
         return version, engine_time
 
     async def publish_first(self, engine: Engine, policy: HeldPolicy) -> policy_pb2.PolicyVersion:
-        """Store version 0, files before manifest; registering it is up to the caller."""
-        directory, files, _ = await self._export(engine, policy, 0)
+        """Store version 0, files before manifest; registering it is up to the caller.
+
+        Where all weights are trained and they are still the base model's, it has no files of its own.
+        """
         prefix = version_prefix(policy.name, 0)
-        await self._store.upload(prefix, directory, files)
-        manifest = Manifest(files, self._facts(policy, 0, directory))
+        record = policy.record
+        if record.policy.tuning.HasField("full") and not (record.from_checkpoint or record.import_files):
+            manifest = Manifest((), {**self._facts(policy, 0, Path()), "kind": "base"})
+        else:
+            directory, files, _ = await self._export(engine, policy, 0)
+            await self._store.upload(prefix, directory, files)
+            manifest = Manifest(files, self._facts(policy, 0, directory))
         recorded = await self._store.write_manifest(prefix, manifest)
         return self._version(policy, 0, recorded.sha256)
 
@@ -162,11 +171,14 @@ class Publisher:
     def _prune(self, policy: HeldPolicy) -> None:
         """Keep the newest few on this host, and what is not uploaded yet."""
         folder = self._publish_dir / policy.id
+        keep = self._keep
+        if policy.record.policy.tuning.HasField("full"):
+            keep = min(keep, _KEPT_MODELS)
         kept = sorted(
             (path for path in folder.iterdir() if not path.name.startswith(".")),
             key=lambda path: path.stat().st_mtime_ns,
         )
-        for path in kept[: -self._keep]:
+        for path in kept[:-keep]:
             if path not in self._uploading:
                 shutil.rmtree(path, ignore_errors=True)
 

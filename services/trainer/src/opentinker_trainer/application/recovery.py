@@ -132,6 +132,8 @@ class Recovery:
             step, _, _ = await self._executor.load_checkpoint(
                 engine, policy, policy.record.from_checkpoint, weights_only=False
             )
+        elif policy.record.import_files:
+            await self._executor.import_weights(engine, policy)
         policy.state, policy.applied_seq = PolicyState(step=step), 0
 
     async def _newest(self, policy: HeldPolicy, seqs: list[int]) -> pb.KeptResults:

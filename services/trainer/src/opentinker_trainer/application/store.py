@@ -176,14 +176,20 @@ class PolicyStore:
 
     async def read_blob(self, blob: blob_pb2.BlobRef) -> bytes:
         """Uploaded bytes. BLOB_NOT_FOUND, or DIGEST_MISMATCH if they are not what their name says."""
-        if len(blob.sha256) != 64 or not set(blob.sha256) <= set("0123456789abcdef"):
-            raise ServiceError(
-                Reason.INVALID_FIELD, "sha256 is no lower-case hex SHA-256", field="blob.sha256"
-            )
+        _check_digest(blob)
         data = await self.objects.get(f"blobs/{blob.sha256}")
         if hashlib.sha256(data).hexdigest() != blob.sha256:
             raise ServiceError(Reason.DIGEST_MISMATCH, f"blob {blob.sha256} holds other bytes")
         return data
+
+    async def fetch_blob(self, blob: blob_pb2.BlobRef, path: Path, *, what: str) -> None:
+        """Write uploaded bytes to a file. BLOB_NOT_FOUND, or DIGEST_MISMATCH naming `what` they are."""
+        _check_digest(blob)
+        await self.objects.get_to_file(f"blobs/{blob.sha256}", path)
+        (found,) = await describe_files(path.parent, [path.name])
+        if found.sha256 != blob.sha256:
+            text = f"{what}: blob {blob.sha256} holds other bytes"
+            raise ServiceError(Reason.DIGEST_MISMATCH, text, field=f"import_files[{what}]")
 
     async def write_blob(self, data: bytes) -> blob_pb2.BlobRef:
         """Store bytes under their hash."""
@@ -212,6 +218,11 @@ def recovery_prefix(policy: str, seq: int) -> str:
 
 def version_prefix(policy: str, version: int) -> str:
     return f"{policy}/versions/{version}"
+
+
+def _check_digest(blob: blob_pb2.BlobRef) -> None:
+    if len(blob.sha256) != 64 or not set(blob.sha256) <= set("0123456789abcdef"):
+        raise ServiceError(Reason.INVALID_FIELD, "sha256 is no lower-case hex SHA-256", field="blob.sha256")
 
 
 def _op_key(policy: str, seq: int) -> str:

@@ -18,6 +18,7 @@ from opentinker_trainer.application.engine_host import EngineHost
 from opentinker_trainer.application.executor import Executor
 from opentinker_trainer.application.held import HeldPolicy
 from opentinker_trainer.application.holdings import Holdings
+from opentinker_trainer.application.imports import check_names
 from opentinker_trainer.application.patience import patiently
 from opentinker_trainer.application.publishing import Publisher
 from opentinker_trainer.application.recovery import Recovery
@@ -213,6 +214,11 @@ class Trainer:
         spec = self._check(request, model)
         if request.from_checkpoint:
             checkpoint_policy(request.from_checkpoint)
+        if request.import_files:
+            if request.from_checkpoint:
+                text = "a policy starts from a checkpoint or from imported weights, not from both"
+                raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="import_files")
+            check_names(request.import_files, spec)
         record = pb.PolicyRecord(
             policy=policy_pb2.Policy(
                 name=name,
@@ -225,6 +231,7 @@ class Trainer:
             ),
             digest=digest,
             from_checkpoint=request.from_checkpoint,
+            import_files=request.import_files,
         )
         record.policy.create_time.FromDatetime(self._clock.now())
         policy = HeldPolicy(record, spec, request.job, request.attempt)
@@ -236,6 +243,10 @@ class Trainer:
                 await self._drop_from_engine(policy)
                 raise
             policy.applied_seq, policy.holder = 0, engine
+            if record.from_checkpoint or record.import_files:
+                # What it started from may be deleted from here on.
+                await self._recovery.save(engine, policy)
+        await self._recovery.flush(policy)
         if not await self._store.write_record(record):
             # Another server was faster; what it wrote is what was promised.
             return await self._recovery.load(name, request.job, request.attempt)
@@ -247,6 +258,8 @@ class Trainer:
             step, _, _ = await self._executor.load_checkpoint(engine, policy, checkpoint, weights_only=False)
             policy.state = PolicyState(step=step)
             policy.steps_at_recovery = step
+        elif policy.record.import_files:
+            await self._executor.import_weights(engine, policy)
         version = await self._publisher.publish_first(engine, policy)
         policy.record.version.CopyFrom(version)
 
