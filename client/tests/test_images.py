@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client.tests.doubles.tokenizers import files
+from client.tests.doubles.tokenizers import CHATML, files
 from tokenizers import AddedToken, Tokenizer
 
 from opentinker import errors
@@ -203,8 +203,14 @@ def test_an_image_that_cannot_be_shown_is_refused(template: str, image: Image, t
 
 
 def test_a_model_without_images_refuses_them() -> None:
-    with pytest.raises(errors.UnsupportedOption, match="takes none"):
-        Renderer(ChatTokenizer(files())).first([Message("user", [SMALL])])
+    """Whatever its template would make of a list of parts."""
+    concatenates = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    for template in (CHATML, concatenates, None):
+        with pytest.raises(errors.UnsupportedOption, match="takes none"):
+            Renderer(ChatTokenizer(files(template))).first([Message("user", [SMALL])])
+    without_template = {**vision_files(), "tokenizer_config.json": b"{}"}
+    with pytest.raises(errors.UnsupportedOption, match="no chat template"):
+        Renderer(ChatTokenizer(without_template)).first([Message("user", [SMALL])])
 
 
 def test_content_with_images_is_a_list_of_parts_for_templates() -> None:

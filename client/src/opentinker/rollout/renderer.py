@@ -63,7 +63,7 @@ class Renderer:
 
         UnsupportedOption for images where the model takes none; InvalidArgument for one that is malformed.
         """
-        return self._with_images(self._ids(_dicts(messages)), messages)
+        return self._with_images(self._ids(self._dicts(messages)), messages)
 
     def follow(
         self, messages: Sequence[Message], reply: str, reply_ids: Sequence[int], added: Sequence[Message]
@@ -73,8 +73,8 @@ class Renderer:
         `messages` led to the reply, whose ids were sampled; `added` follow it. None where the template does
         not leave `messages` and the reply as they were.
         """
-        before = _dicts(messages)
-        after = [*before, {"role": "assistant", "content": reply}, *_dicts(added)]
+        before = self._dicts(messages)
+        after = [*before, {"role": "assistant", "content": reply}, *self._dicts(added)]
         rest = self._rest_by_ids(before, reply, after)
         if rest is None:
             rest = self._rest_by_text(before, reply, after)
@@ -85,18 +85,29 @@ class Renderer:
             rest = rest[1:]
         return self._with_images(rest, added)
 
+    def _dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if any(message.content.images for message in messages):
+            # Before a template sees them: one that knows no images may do anything.
+            problem = ""
+            if self._tokenizer.images is None:
+                problem = "the model takes none"
+            elif not self._tokenizer.has_template:
+                problem = "the model has no chat template to show it in"
+            if problem:
+                raise errors.UnsupportedOption(
+                    f"the observation holds an image and {problem}",
+                    reason=errors.Reason.UNSUPPORTED_OPTION,
+                    field="observation",
+                )
+        return [message.to_dict() for message in messages]
+
     def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
         """The ids with each placeholder repeated for the places of its image."""
         images = [image for message in messages for image in message.content.images]
         if not images:
             return Prompt(ids)
         settings = self._tokenizer.images
-        if settings is None:
-            raise errors.UnsupportedOption(
-                "the observation holds an image and the model takes none",
-                reason=errors.Reason.UNSUPPORTED_OPTION,
-                field="observation",
-            )
+        assert settings is not None, "refused before rendering"
         shown = ids.count(settings.placeholder)
         if shown != len(images):
             text = f"the chat template shows {shown} of {len(images)} images ({self.name})"
@@ -159,7 +170,3 @@ def _token_count(image: Image, settings: ImageSettings) -> int:
         return settings.token_count(*check_size(image.data))
     except ImageError as error:
         raise errors.invalid("observation", f"an image cannot be used: {error}") from error
-
-
-def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [message.to_dict() for message in messages]
