@@ -1,9 +1,9 @@
 """Full-parameter GRPO raises the held-out score of a policy that our own SFT warmed up by at least 0.25, with
 each of three seeds.
 
-SmolLM2-135M-Instruct, sums and differences of numbers up to 20: supervised tuning on 320 chats of which most have
-a wrong answer, then reinforcement learning of all weights. Scores are means over the environment's held-out
-problems, one answer each, sampled as in training.
+SmolLM2-135M-Instruct, sums and differences of numbers up to 20: supervised tuning on 320 chats of which most
+have a wrong answer, then reinforcement learning of all weights. Scores are means over the environment's
+held-out problems, one answer each, sampled as in training.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
-"""PPO with a critic raises the held-out score of a policy that our own SFT warmed up by at least 0.25, with each
-of three seeds.
+"""PPO with a critic raises the held-out score of a policy that our own SFT warmed up by at least 0.25, with
+each of three seeds.
 
-As full_grpo, but with LoRA adapters: one is the policy, another, with a value head, its critic; both start from
-the supervised checkpoint. Episodes are not compared with each other: advantages are those of GAE, and four
-optimizer steps learn from each batch, with clipped policy and value losses.
+As full_grpo, but with LoRA adapters: one is the policy, another, with a value head, its critic; both start
+from the supervised checkpoint. Episodes are not compared with each other: advantages are those of GAE, and
+four optimizer steps learn from each batch, with clipped policy and value losses.
 """
 
 from functools import partial
