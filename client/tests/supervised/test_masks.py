@@ -1,6 +1,7 @@
 """Masks: exactly what the model has to produce, end token included, whatever the template does."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +197,21 @@ def test_without_a_template_the_text_is_that_of_the_rollouts() -> None:
     assert row.weights[len(prompt)] == 1.0
     with pytest.raises(TemplateProblem, match="no chat template"):
         encode_chat(tokens, talk, [{"name": "f"}], flags(talk))
+
+
+@pytest.mark.slow  # transformers takes seconds to load
+def test_masks_of_tagged_templates_equal_those_of_transformers(tiny_model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
+    made = {path.name: path.read_bytes() for path in tiny_model_dir.iterdir() if path.suffix == ".json"}
+    ours = ChatTokenizer({**made, "chat_template.jinja": TAGGED.encode()})
+    for talk in (TALK, THINKING, [*TALK[:2], {"role": "assistant", "content": " ß日本🙂\n\n"}]):
+        wanted = theirs.apply_chat_template(
+            talk, chat_template=TAGGED, return_dict=True, return_assistant_tokens_mask=True
+        )
+        (row,) = encode_chat(ours, talk, None, flags(talk))
+        count = len(row.token_ids)
+        assert row.token_ids == list(wanted["input_ids"])[:count]
+        assert [int(weight) for weight in row.weights] == list(wanted["assistant_masks"])[:count]
+        assert not any(wanted["assistant_masks"][count:])
