@@ -67,6 +67,24 @@ def status(
 
 
 @app.command()
+def export(
+    name: Annotated[
+        str, typer.Argument(help="policies/P/versions/N or policies/P/checkpoints/C, whatever made it.")
+    ],
+    directory: Annotated[Path, typer.Argument(help="A directory that is not there yet.")],
+    state_dir: StateDir = None,
+    address: Annotated[str | None, typer.Option(help="host:port of another cluster's scheduler.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="OPENTINKER_API_KEY", help="Its API key.")] = None,
+) -> None:
+    """Write weights into a directory that PEFT, transformers and vLLM load."""
+    where = None if address else stack.resolve(state_dir)
+    with connect(address, key=key, state_dir=where) as cluster:
+        path = cluster.export(name, directory).result()
+    names = ", ".join(sorted(file.name for file in path.iterdir()))
+    typer.echo(f"{name} is in {path}: {names}")
+
+
+@app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the whole run.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 45,

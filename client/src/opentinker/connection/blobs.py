@@ -4,7 +4,9 @@ credentials.
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
 
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, ControlPlane
@@ -27,9 +29,15 @@ class Blobs:
 
     async def upload(self, data: bytes) -> blob_pb2.BlobRef:
         """Store bytes under their hash; bytes that are there already are not sent again."""
-        request = blob_service_pb2.CreateUploadRequest(
-            sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
-        )
+        return await self._upload(data, hashlib.sha256(data).hexdigest(), len(data))
+
+    async def upload_file(self, path: Path) -> blob_pb2.BlobRef:
+        """The same for a file, which is never in memory as a whole."""
+        sha256, size = await asyncio.to_thread(_hash_file, path)
+        return await self._upload(path, sha256, size)
+
+    async def _upload(self, data: bytes | Path, sha256: str, size: int) -> blob_pb2.BlobRef:
+        request = blob_service_pb2.CreateUploadRequest(sha256=sha256, size_bytes=size)
         for _ in range(TRIES):
             # Signed anew for each try: a signature that is old or for a store that moved would fail for ever.
             upload = await self._control.call(lambda channel: BlobServiceStub(channel).CreateUpload(request))
@@ -45,7 +53,7 @@ class Blobs:
                 )
             await asyncio.sleep(PAUSE_S)
         raise errors.Unavailable(
-            f"the object store did not take an upload of {len(data)} bytes",
+            f"the object store did not take an upload of {size} bytes",
             reason=errors.Reason.STORAGE_UNAVAILABLE,
         )
 
@@ -67,9 +75,41 @@ class Blobs:
             f"the object store did not give blob {blob.sha256}", reason=errors.Reason.STORAGE_UNAVAILABLE
         )
 
+    async def fetch_file(self, sign: Callable[[], Awaitable[str]], path: Path, sha256: str) -> None:
+        """Write what a signed address gives into a file. DataLoss if its hash is another.
 
-def _put(url: str, headers: Mapping[str, str], data: bytes) -> int:
+        `sign` gives the address, for each try anew.
+        """
+        for _ in range(TRIES):
+            found = await asyncio.to_thread(_get_file, await sign(), path)
+            if found is not None:
+                if found != sha256:
+                    raise errors.DataLoss(
+                        f"{path.name} has other bytes than its hash says",
+                        reason=errors.Reason.DIGEST_MISMATCH,
+                    )
+                return
+            await asyncio.sleep(PAUSE_S)
+        raise errors.Unavailable(
+            f"the object store did not give {path.name}", reason=errors.Reason.STORAGE_UNAVAILABLE
+        )
+
+
+def _hash_file(path: Path) -> tuple[str, int]:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
+
+
+def _put(url: str, headers: Mapping[str, str], data: bytes | Path) -> int:
     """The HTTP status of a PUT; 0 where there was none."""
+    if isinstance(data, Path):
+        with data.open("rb") as file:
+            # Without a length urllib would send the file in chunks, which S3 does not take.
+            return _put_body(url, {**headers, "Content-Length": str(data.stat().st_size)}, file)
+    return _put_body(url, headers, data)
+
+
+def _put_body(url: str, headers: Mapping[str, str], data: bytes | BinaryIO) -> int:
     # Here, and not above: HTTP is a tenth of what importing this package costs, and few need it.
     import urllib.error
     import urllib.request
@@ -84,6 +124,27 @@ def _put(url: str, headers: Mapping[str, str], data: bytes) -> int:
         return error.code
     except OSError:
         return 0
+
+
+def _get_file(url: str, path: Path) -> str | None:
+    """Download into a file; the hash of what came, None if it broke off."""
+    import urllib.request
+
+    try:
+        response = urllib.request.urlopen(url, timeout=TIMEOUT_S)
+    except OSError:
+        return None
+    digest = hashlib.sha256()
+    with response, path.open("wb") as file:
+        while True:
+            try:
+                block: bytes = response.read(1 << 20)
+            except OSError:
+                return None
+            if not block:
+                return digest.hexdigest()
+            digest.update(block)
+            file.write(block)
 
 
 def _get(url: str) -> bytes | None:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc.aio
 
 from opentinker import errors
-from opentinker.connection import stack
+from opentinker.connection import stack, weights
 from opentinker.connection.blobs import Blobs
 from opentinker.connection.calls import ControlPlane, answer
 from opentinker.connection.jobs import Job, Link, Role, Watcher
@@ -82,6 +82,7 @@ class Cluster:
         seed: int = 0,
         name: str = "",
         from_checkpoint: str = "",
+        from_weights: str | Path | None = None,
         trainer: ServerOptions | None = None,
         inference: ServerOptions | None = None,
         request_id: str | None = None,
@@ -92,13 +93,19 @@ class Cluster:
     ) -> Pending[Policy]:
         """A policy over a base model, in a job of its own with a trainer and an inference slot.
 
-        Waits until the job runs. `seed` draws the initial adapter and value head. `beside`: in the job of
+        Waits until the job runs. `seed` draws the initial adapter and value head. `from_checkpoint`: start
+        from the weights and optimizer of a checkpoint. `from_weights`: start from a directory on this
+        machine, an adapter as PEFT saves it (rank, alpha and target modules are then the adapter's) or, for
+        Full(), a model as transformers saves it. `beside`: in the job of
         that policy instead, on the same servers (a critic, a teacher). `serve=False`: the job has a trainer
         slot only, and a second job takes an inference slot when the policy is first sampled. `supervised`:
         the job is one of supervised tuning, for who looks at the queue. Raises UnknownModel,
         CannotBeSatisfied and others for what the cluster can never give.
         """
         chosen = LoRA() if tuning is None else tuning
+        files: list[Path] = []
+        if from_weights is not None:
+            chosen, files = weights.read_directory(from_weights, tuning)
         if not isinstance(chosen, Tuning):
             raise errors.invalid("tuning", f"{chosen!r} is none of LoRA(...) and Full(...)")
         if beside is not None:
@@ -110,7 +117,7 @@ class Cluster:
             return Pending.of(
                 self.portal,
                 self._add_policy(
-                    beside.job, beside.serving, model, chosen, seed, name, from_checkpoint, request_id
+                    beside.job, beside.serving, model, chosen, seed, name, from_checkpoint, files, request_id
                 ),
             )
         spec, later = policy_jobs(
@@ -118,8 +125,16 @@ class Cluster:
         )
         return Pending.of(
             self.portal,
-            self._create_policy(spec, later, model, chosen, seed, name, from_checkpoint, request_id),
+            self._create_policy(spec, later, model, chosen, seed, name, from_checkpoint, files, request_id),
         )
+
+    def export(self, name: str, directory: str | Path) -> Pending[Path]:
+        """Write the weights of a version or checkpoint, by its name, into a new directory.
+
+        It holds an adapter as PEFT loads it, or a whole model as transformers and vLLM load it, and appears
+        whole or not at all. Raises AlreadyExists if something is there, NotFound, DataLoss.
+        """
+        return Pending.of(self.portal, weights.export(self.control, self.blobs, name, directory))
 
     def info(self) -> Pending[scheduler_service_pb2.GetClusterResponse]:
         """What the cluster has and may start."""
@@ -245,13 +260,14 @@ class Cluster:
         seed: int,
         name: str,
         from_checkpoint: str,
+        files: Sequence[Path],
         request_id: str | None,
     ) -> Policy:
         job = await self._open_job(spec)
         serving = job if later is None else OnDemand(partial(self._open_job, later))
         try:
             return await self._add_policy(
-                job, serving, model, tuning, seed, name, from_checkpoint, request_id
+                job, serving, model, tuning, seed, name, from_checkpoint, files, request_id
             )
         except BaseException:
             self._jobs.remove(job)
@@ -273,9 +289,11 @@ class Cluster:
         seed: int,
         name: str,
         from_checkpoint: str,
+        files: Sequence[Path],
         request_id: str | None,
     ) -> Policy:
         identifier = request_id or f"policy-{uuid.uuid4().hex}"
+        imported = await weights.upload(files, self.blobs)
 
         async def create(link: Link) -> trainer_service_pb2.CreatePolicyResponse:
             request = trainer_service_pb2.CreatePolicyRequest(
@@ -287,6 +305,7 @@ class Cluster:
                 seed=seed,
                 display_name=name,
                 from_checkpoint=from_checkpoint,
+                import_files=imported,
             )
             return await answer(TrainerServiceStub(link.channel).CreatePolicy(request))
 

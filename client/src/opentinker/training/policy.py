@@ -10,6 +10,8 @@ Trainer operations are ordered and pipelined: start the next before the previous
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -216,11 +218,22 @@ class Policy:
 
         return self._operations.submit(Operation(self.portal, "publish", prepare, convert))
 
-    def save_checkpoint(self, display_name: str = "") -> Operation[results.Checkpoint]:
-        """Save everything needed to resume the policy."""
+    def save_checkpoint(
+        self, display_name: str = "", *, keep: int | None = None, ttl: timedelta | None = None
+    ) -> Operation[results.Checkpoint]:
+        """Save everything needed to resume the policy.
+
+        `keep`: once it is complete, only the newest so many checkpoints of the policy stay, and those that
+        runs go on from. `ttl`: how long it stays at least; a policy's newest stays longer. Default: the
+        server's settings.
+        """
+        if keep is not None and keep < 1:
+            raise errors.invalid("keep", f"must be at least 1, not {keep}")
+        if ttl is not None and ttl.total_seconds() <= 0:
+            raise errors.invalid("ttl", f"must be positive, not {ttl}")
 
         async def prepare() -> Prepared:
-            return requests.save_checkpoint(display_name)
+            return requests.save_checkpoint(display_name, keep, ttl)
 
         async def convert(wire: operation_pb2.Operation) -> results.Checkpoint:
             self.checkpoint = results.checkpoint(wire.save_checkpoint.checkpoint)
@@ -243,6 +256,18 @@ class Policy:
             return self.step
 
         return self._operations.submit(Operation(self.portal, "restore", prepare, convert))
+
+    def export(
+        self, directory: str | Path, checkpoint: results.Checkpoint | str | None = None
+    ) -> Pending[Path]:
+        """Write the newest published weights, or those of a checkpoint, into a new directory.
+
+        See `Cluster.export`.
+        """
+        name = f"{self.name}/versions/{self.version}"
+        if checkpoint is not None:
+            name = checkpoint if isinstance(checkpoint, str) else checkpoint.name
+        return self.cluster.export(name, directory)
 
     # --- sampling ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 
 from google.protobuf.message import Message
 
@@ -112,17 +113,18 @@ def optim_step(optimizer: AdamW, covered: Sequence[int], denominators: Mapping[s
     return Prepared(send, identity([body]))
 
 
-def save_checkpoint(display_name: str) -> Prepared:
+def save_checkpoint(display_name: str, keep: int | None = None, ttl: timedelta | None = None) -> Prepared:
     """A SaveCheckpoint."""
+    body = trainer_service_pb2.SaveCheckpointRequest(display_name=display_name, keep_checkpoints=keep or 0)
+    if ttl is not None:
+        body.ttl.FromTimedelta(ttl)
 
     async def send(stub: TrainerServiceStub, header: Header, token: str) -> object:
-        return await stub.SaveCheckpoint(
-            trainer_service_pb2.SaveCheckpointRequest(
-                header=header, display_name=display_name, job_token=token
-            )
-        )
+        request = trainer_service_pb2.SaveCheckpointRequest(header=header, job_token=token)
+        request.MergeFrom(body)
+        return await stub.SaveCheckpoint(request)
 
-    return Prepared(send, display_name.encode())
+    return Prepared(send, identity([body]))
 
 
 def restore_checkpoint(checkpoint: str, weights_only: bool) -> Prepared:
