@@ -4,6 +4,7 @@ Alignment: every per-token array has the length of the ids, entry i belongs to t
 trained on. Only the trainer shifts. What is malformed is refused here, by index, before anything is sent.
 """
 
+from dataclasses import dataclass
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
@@ -11,15 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import InvalidSample, Reason
-from opentinker.records import dataclass
 from opentinker.sampling.prompt import PlacedImage, chunks, images_of
 from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
 from opentinkerapi.runtime.tensors import pack_floats
 
-Floats = NDArray[np.float32]
-
-
-Array = Sequence[float] | Floats
+Array = Sequence[float] | NDArray[np.floating]
 
 ARRAYS = {
     "logprobs": "behavior_logprobs",
