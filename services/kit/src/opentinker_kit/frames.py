@@ -46,6 +46,7 @@ FD_VARIABLE = "OPENTINKER_ENGINE_FD"
 LIFELINE_VARIABLE = "OPENTINKER_LIFELINE_FD"
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
+_FLUSH_S = 2.0
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -257,6 +258,7 @@ class EngineServer:
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = dict(handlers)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._serving: tuple[asyncio.AbstractEventLoop, asyncio.StreamWriter] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     def run(self) -> None:
@@ -272,6 +274,7 @@ class EngineServer:
         """Serve until the socket closes; for engines that run an event loop of their own."""
         connection = socket.socket(fileno=engine_fd())
         reader, writer = await asyncio.open_connection(sock=connection)
+        self._serving = asyncio.get_running_loop(), writer
         while (frame := await read_frame(reader)) is not None:
             if frame.cancel:
                 if (task := self._running.get(frame.call_id)) is not None:
@@ -280,6 +283,27 @@ class EngineServer:
             task = asyncio.create_task(self._answer(frame, writer))
             self._running[frame.call_id] = task
             task.add_done_callback(partial(self._forget, frame.call_id))
+
+    def abort(self, error: ServiceError) -> None:
+        """Answer every call under way with an error, then end this process and all that it started. For
+        engines that cannot go on and know why; may be called from any thread.
+        """
+        log.error("the engine ends", reason=error.reason, error=error.message)
+        if self._serving is None:
+            end_engine()
+            return
+        loop, writer = self._serving
+        asyncio.run_coroutine_threadsafe(self._abort(writer, error), loop)
+
+    async def _abort(self, writer: asyncio.StreamWriter, error: ServiceError) -> None:
+        for call_id in list(self._running):
+            write_frame(writer, frame_pb2.Frame(call_id=call_id, end=True, error=error.to_status()))
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_FLUSH_S):
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        end_engine()
 
     def _forget(self, call_id: int, task: asyncio.Task[None]) -> None:
         self._running.pop(call_id, None)

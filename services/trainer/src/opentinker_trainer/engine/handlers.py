@@ -18,6 +18,7 @@ from opentinker_trainer.engine.checkpointing import decoder_layers
 from opentinker_trainer.engine.compute import ComputeSettings, ForwardOutput
 from opentinker_trainer.engine.core import EngineSettings, TorchEngine
 from opentinker_trainer.engine.objective import BackwardOutput, SampleScores
+from opentinker_trainer.engine.ranks import Ranks
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.images import ImageSettings
 from opentinkerapi.runtime.reasons import Reason
@@ -39,6 +40,8 @@ class EngineHandlers:
     """Serves one TorchEngine, loaded by the first call."""
 
     def __init__(self) -> None:
+        self.ranks = Ranks()
+        """The group that this process belongs to; set before the engine is loaded."""
         self._loaded: TorchEngine | None = None
         self._opened: dict[str, _Opened] = {}
 
@@ -72,7 +75,8 @@ class EngineHandlers:
                 threads=request.threads,
                 compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens),
                 shard_bytes=request.export_shard_bytes or 4 * 2**30,
-            )
+            ),
+            self.ranks,
         )
         base = self._loaded.base
         return pb.TrainLoadResponse(

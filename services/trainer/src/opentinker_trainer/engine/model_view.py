@@ -49,7 +49,8 @@ class ValueHead:
 
     def of(self, hidden: Tensor) -> Tensor:
         """Values [N] of rows [N, H]."""
-        return functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)[:, 0]
+        # Not a view: FSDP hangs its backward hooks on what a forward pass returns.
+        return hidden.to(self.weight.dtype) @ self.weight[0] + self.bias
 
 
 class ModelView(Protocol):
