@@ -173,9 +173,13 @@ def test_another_seed_gives_other_weights(doubles: World, tmp_path: Path) -> Non
     assert weights(doubles, first) == weights(doubles, third) != weights(doubles, second)
 
 
-def test_constant_rewards_skip_steps_and_stop_with_a_reason(doubles: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero_variance", ["keep", "drop"])
+def test_constant_rewards_skip_steps_and_stop_with_a_reason(
+    doubles: World, tmp_path: Path, zero_variance: Any
+) -> None:
     """B47."""
-    result = train(doubles, tmp_path, env=ALWAYS, steps=100, stop_after_constant=3)
+    algorithm = ot.GRPO(group_size=4, zero_variance=zero_variance)
+    result = train(doubles, tmp_path, env=ALWAYS, steps=100, stop_after_constant=3, algorithm=algorithm)
     assert "no group had rewards that differ, 3 steps in a row" in result.stopped
     assert result.steps == 0
     assert [row["training/skipped"] for row in result.metrics] == [1.0] * 3
