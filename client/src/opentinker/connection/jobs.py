@@ -9,6 +9,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -16,7 +17,6 @@ import grpc.aio
 
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, ControlPlane, stream
-from opentinker.records import dataclass
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.status import decode
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2

@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import AGENT, Action, Observation, StepResult
-from opentinker.records import dataclass
 
 Task = Mapping[str, Any]
 

@@ -6,10 +6,10 @@ in-process.
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opentinker.environments.errors import InvalidEpisodeData
-from opentinker.records import dataclass
 
 if TYPE_CHECKING:
     import numpy

@@ -6,11 +6,10 @@ no value either. Neither is ever 0.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from opentinker.environments.errors import InvalidReward
-from opentinker.records import dataclass
 
 
 class RewardStatus(StrEnum):

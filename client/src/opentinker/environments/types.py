@@ -1,14 +1,13 @@
 """What passes between an agent and an environment in one episode."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from opentinker.environments.content import Content, Message, Part, ToolCall, plain_json
 from opentinker.environments.errors import InvalidEpisodeData
 from opentinker.environments.rewards import Reward
-from opentinker.records import dataclass
 
 AGENT = "agent"
 """The name of the only agent of an episode."""

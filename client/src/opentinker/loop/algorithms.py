@@ -4,12 +4,11 @@ Every option changes something or is refused. What they mean in formulas: docs/a
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training import advantages
 from opentinker.training.advantages import GAE, Advantage, Singleton
 from opentinker.training.aggregation import Mode

@@ -3,14 +3,13 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
-from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import Limits
 from opentinker.rollout.rollouts import Rollouts
 from opentinker.rollout.trajectory import Group

@@ -12,7 +12,7 @@ weights.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from opentinker.loop.learner import Learner
 from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.loop.recorder import Recorder
 from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_later
-from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import Limits
 from opentinker.rollout.rollouts import TRAIN, Rollouts
 from opentinker.rollout.trajectory import Batch

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from opentinker.loop import self_check
 from opentinker.loop.algorithms import ActorCritic, Critic
 from opentinker.loop.scoring import Scores, divergence, score
 from opentinker.loop.settings import Plan
-from opentinker.records import dataclass
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling import identity
 from opentinker.training import kl

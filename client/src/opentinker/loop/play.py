@@ -1,14 +1,13 @@
 """Using a trained policy: `run` plays it, `evaluate` measures it."""
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import invalid
 from opentinker.loop.evaluation import EvaluationResult, play_held_out
-from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import Limits
 from opentinker.rollout.trajectory import Trajectory
 from opentinker.sampling.params import SamplingParams

@@ -3,10 +3,10 @@
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opentinker.connection.notices import wanted
-from opentinker.records import dataclass
 
 CLIPPED = 0.9
 CLIPPED_STEPS = 3

@@ -4,14 +4,13 @@ the reference's, the critic's values. All are Forwards of the trainer, under way
 
 import time
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker import errors
 from opentinker.loop.algorithms import Critic, KLPenalty
-from opentinker.records import dataclass
 from opentinker.training import kl
 from opentinker.training.policy import Policy
 from opentinker.training.samples import TrainSample

@@ -5,6 +5,7 @@ that no metric shows: a temperature applied on one side, an adapter that was not
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 from opentinker import errors
 from opentinker.connection.calls import answer
 from opentinker.connection.jobs import Link, Role
-from opentinker.records import dataclass
 from opentinker.training.policy import Policy
 from opentinker.training.samples import TrainSample
 from opentinkerapi.trainer.v1 import trainer_service_pb2

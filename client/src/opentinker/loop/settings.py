@@ -1,7 +1,7 @@
 """What `fit()` can be told, checked before anything is started."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
-from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import Limits
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above

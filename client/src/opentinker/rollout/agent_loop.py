@@ -10,6 +10,7 @@ What raises is a fault of the caller (a model that is not there, an option that 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -20,7 +21,6 @@ from opentinker.environments.content import Message
 from opentinker.environments.rewards import Reward, RewardSum
 from opentinker.environments.session import EnvironmentSession, end_reason_of
 from opentinker.environments.types import Action, EndReason, StepResult
-from opentinker.records import dataclass
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Segment, Trajectory, Turn
 from opentinker.sampling.params import Completion, StopReason

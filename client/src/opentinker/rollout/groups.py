@@ -9,14 +9,13 @@ requests were grouped and however often they had to be sent.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from opentinker import errors
 from opentinker.connection.together import together
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSource
-from opentinker.records import dataclass
 from opentinker.rollout.agent_loop import AgentLoop, Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Group

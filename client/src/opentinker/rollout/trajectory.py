@@ -3,7 +3,7 @@ crash.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from opentinker.environments.content import Message
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import EndReason
-from opentinker.records import dataclass
 from opentinker.sampling.params import StopReason
 from opentinker.sampling.prompt import PlacedImage
 

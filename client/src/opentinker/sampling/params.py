@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.runtime.tensors import unpack_floats, unpack_ids
 

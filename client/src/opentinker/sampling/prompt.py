@@ -6,11 +6,10 @@ placeholders of an image are one chunk that carries it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, overload
 
 from opentinker.environments.content import Image
-from opentinker.records import dataclass
 from opentinkerapi.data.v1 import blob_pb2, content_pb2, prompt_pb2
 from opentinkerapi.runtime.images import INLINE_MAX_BYTES
 from opentinkerapi.runtime.tensors import pack_ids

@@ -6,10 +6,10 @@ left out where an epoch ends within a batch.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.sampling import identity
 
 

@@ -9,13 +9,13 @@ texts or of two lists of messages. What is malformed is refused by row and field
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opentinker.environments.content import ROLES, Message
 from opentinker.environments.errors import InvalidEpisodeData
 from opentinker.errors import MissingDependency, Reason, invalid
-from opentinker.records import dataclass
 
 Source = str | Path | Iterable[Mapping[str, Any]]
 """A file or directory on disk, or rows: a list, a generator, a Hugging Face data set."""

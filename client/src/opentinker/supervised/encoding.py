@@ -2,13 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import InvalidArgument, OpenTinkerError, invalid
-from opentinker.records import dataclass
 from opentinker.supervised.data import Chat, Row
 from opentinker.supervised.masks import Encoded, Tokenizer, encode_chat, encode_completion
 from opentinker.training.samples import TrainSample

@@ -3,10 +3,10 @@
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from opentinker.records import dataclass
 from opentinker.supervised.encoding import Example
 from opentinker.training.operations import Operation
 from opentinker.training.policy import Policy

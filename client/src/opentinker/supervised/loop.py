@@ -10,7 +10,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker import errors
@@ -21,7 +21,6 @@ from opentinker.connection.runs import RunRecord
 from opentinker.loop.algorithms import Schedule
 from opentinker.loop.progress import Column
 from opentinker.loop.recorder import Recorder
-from opentinker.records import dataclass
 from opentinker.sampling import identity
 from opentinker.supervised.batches import Batch, Batches
 from opentinker.supervised.encoding import Encoding, Examples, encode

@@ -12,10 +12,10 @@ Nothing is ever trained on in a form in which it would not be sampled.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from opentinker.errors import TemplateProblem, invalid
-from opentinker.records import dataclass
 
 SHOWN = 60
 """Characters of a text that an error shows."""

@@ -1,12 +1,11 @@
 """What a run of supervised tuning came to."""
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opentinker.errors import MissingDependency, Reason
-from opentinker.records import dataclass
 from opentinker.supervised.held_out import HeldOut
 from opentinker.training.policy import Policy
 from opentinker.training.results import Checkpoint

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import Schedule
-from opentinker.records import dataclass
 from opentinker.supervised.batches import BatchSize
 from opentinker.supervised.data import Row
 from opentinker.supervised.encoding import RewrittenHistory, TooLong, TrainOn, check_choices

@@ -15,12 +15,12 @@ A sequence is a row with at least one loss token. The names are verl's.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.rows import Floats, Mask, Row, paired
 
 Mode = Literal[

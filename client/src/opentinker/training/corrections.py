@@ -5,9 +5,9 @@ loss takes its ratio to the proximal logprobs (the trainer's own, from before th
 token by the bounded, detached w. Samples must carry `proximal_logprobs` (`Policy.forward` gives them).
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
-from opentinker.records import dataclass
 from opentinker.training.limits import above, ordered
 from opentinkerapi.data.v1 import loss_pb2
 

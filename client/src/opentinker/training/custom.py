@@ -23,14 +23,13 @@ Where the user's process has a library that differentiates, the function may use
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import InvalidArgument, Reason, invalid
-from opentinker.records import dataclass
 from opentinker.training.results import ForwardBackwardResult, ForwardResult, Sum
 from opentinker.training.samples import TrainSample
 

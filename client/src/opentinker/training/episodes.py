@@ -6,14 +6,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.rollout.trajectory import Batch, Trajectory
 from opentinker.training.advantages import (
     Advantage,

@@ -16,14 +16,13 @@ finds impossible would weigh 1e13 otherwise.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.limits import above, at_least
 from opentinker.training.rows import Floats, Mask, Row, paired
 

@@ -12,9 +12,9 @@ The trainer sums each term over the tokens of the rows that take part in it (`Tr
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.policy_losses import (
     CISPO,
     DPPO,

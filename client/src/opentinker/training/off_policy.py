@@ -6,12 +6,12 @@ applies, for one row [T] (or any shape, where no sequence is involved); `mismatc
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.limits import above, ordered
 from opentinker.training.rows import Floats, Mask, Row, paired
 

@@ -12,13 +12,13 @@ stream, which is opened again after the last result received.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, answer, stream
 from opentinker.connection.jobs import Job, Link, Role
 from opentinker.connection.portal import Pending, Portal
-from opentinker.records import dataclass
 from opentinker.sampling import identity
 from opentinkerapi.runtime.status import decode
 from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2

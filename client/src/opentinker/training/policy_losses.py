@@ -5,10 +5,10 @@ r = exp(logprob - proximal logprob), per token; where a sample has no proximal l
 proximal policy. The trainer sums; the caller supplies the denominator.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.corrections import Correction, to_wire
 from opentinker.training.limits import above, at_least, ordered, within
 from opentinkerapi.data.v1 import loss_pb2

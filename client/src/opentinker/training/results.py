@@ -1,12 +1,11 @@
 """Results of policy operations, as plain data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opentinker.records import dataclass
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import loss_pb2
 from opentinkerapi.runtime.tensors import unpack_floats

@@ -4,8 +4,8 @@ Alignment: every per-token array has the length of the ids, entry i belongs to t
 trained on. Only the trainer shifts. What is malformed is refused here, by index, before anything is sent.
 """
 
-from dataclasses import dataclass
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np

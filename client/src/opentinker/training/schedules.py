@@ -8,9 +8,9 @@ last, so that no step is wasted on a rate of 0.
 """
 
 import math
+from dataclasses import dataclass
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.limits import at_least
 
 

@@ -4,10 +4,10 @@ Both are plain bookkeeping without clocks or tasks: an asynchronous loop asks th
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 
 T = TypeVar("T")
 

@@ -4,11 +4,12 @@ A sampler with top_p or top_k below all draws from a renormalized distribution. 
 is too small by log(kept mass), and a ratio of the two is off by that factor though nothing has changed.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.limits import above
 from opentinker.training.rows import Flags, Floats
 

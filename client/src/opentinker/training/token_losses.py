@@ -3,11 +3,10 @@ ones.
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.limits import above
 from opentinkerapi.data.v1 import loss_pb2
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.trainer.v1 import trainer_service_pb2

@@ -11,14 +11,13 @@ numbers (one a trajectory) or a list of arrays: [T_i] (one a token), or [turns_i
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.advantages.group_relative import gpg
 from opentinker.training.advantages.per_token import (
     GAE,

@@ -5,13 +5,13 @@ not 0, takes no part in its group's statistics and gets the advantage 0.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import invalid
-from opentinker.records import dataclass
 from opentinker.training.rows import Floats
 
 Singleton = Literal["zero", "raw"]
