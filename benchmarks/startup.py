@@ -1,10 +1,10 @@
 """How long a user waits before anything happens.
 
-`import`: what a first program loads of `opentinker` (FIRST_PROGRAM) over `import grpc, numpy`, both from bytecode
-as an installed package has it; a checkout is compiled at every start where PYTHONDONTWRITEBYTECODE is set. The raw
-figure `every_name_s` is of all public names. `stack`: the
-embedded stack without a model, until it is ready, over nats-server and weed alone, until both answer. Each
-repetition: new processes, new directories.
+`import`: what a first program loads of `opentinker` (FIRST_PROGRAM) over `import grpc, numpy`, both from
+bytecode as an installed package has it; a checkout is compiled at every start where PYTHONDONTWRITEBYTECODE
+is set. The raw figure `every_name_s` is of all public names. `stack`: the embedded stack without a model,
+until it is ready, over nats-server and weed alone, until both answer. Each repetition: new processes, new
+directories.
 """
 
 import os
