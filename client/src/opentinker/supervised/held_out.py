@@ -1,7 +1,6 @@
 """How well a policy predicts rows it never learns from: the training loss without a gradient."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ class HeldOut:
     tokens: int
     """Loss tokens."""
     seconds: float
+    """Time inside the trainer's engine; what it waited there for steps before it is not in it."""
 
     @property
     def summary(self) -> str:
@@ -48,17 +48,17 @@ class Measurement:
     """A measurement that has been started at a policy's current step; `result()` waits for it."""
 
     def __init__(self, policy: Policy, examples: Sequence[Example]) -> None:
-        self._started = time.monotonic()
         self._parts: list[tuple[Sequence[Example], Operation[ForwardResult]]] = [
             (part, policy.forward([example.sample() for example in part])) for part in _parts(examples)
         ]
 
     async def result(self) -> HeldOut:
         """The loss over all rows, summed in float64."""
-        weighted = plain = 0.0
+        weighted = plain = seconds = 0.0
         rows = tokens = 0
         for part, operation in self._parts:
             found = await operation
+            seconds += found.engine_seconds
             for example, logprobs in zip(part, found.logprobs, strict=True):
                 assert logprobs is not None
                 mask = example.weights != 0
@@ -74,7 +74,7 @@ class Measurement:
             perplexity=math.exp(mean) if mean < 700 else math.inf,
             rows=rows,
             tokens=tokens,
-            seconds=time.monotonic() - self._started,
+            seconds=seconds,
         )
 
 
