@@ -3,6 +3,8 @@
 Tiny model in float32. The sampler's logprobs are the trainer's at every version, on both engines.
 """
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import opentinker as ot
+from opentinkerapi.scheduler.v1 import job_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -71,6 +74,15 @@ def test_every_version_is_what_the_trainer_has(
             # The test can fail: what the version before says of the same prompt is something else.
             stale = policy.sample(PROMPT, PARAMS, n=4, seed=100, version=version - 1).result()
             assert largest_gap(policy, stale) > 10 * bound
+    if engine == "transformers":
+        # B102: a trainer that is killed comes back with the weights that are served, and goes on.
+        for server in cluster.servers().result():
+            if server.role == job_pb2.SLOT_ROLE_TRAINER:
+                os.kill(server.pid, signal.SIGKILL)
+        assert largest_gap(policy, policy.sample(PROMPT, PARAMS, n=4, seed=7).result()) < bound
+        learn(policy)
+        assert (policy.version, policy.step) == (3, 3)
+        assert largest_gap(policy, policy.sample(PROMPT, PARAMS, n=4, seed=100).result()) < bound
     exported = policy.export(tmp_path / "exported").result()
     rows = [ot.TrainSample(token_ids=[*PROMPT, 7, 8, 9], loss_mask=[0] * len(PROMPT) + [1] * 3)]
     (want,) = policy.forward(rows).result().logprobs

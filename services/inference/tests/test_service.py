@@ -393,6 +393,23 @@ async def test_versions_that_cannot_be_served_are_refused(
     assert (await client.sample("r9", version=9)).ids()
 
 
+async def test_every_server_serves_each_new_version(
+    client: Client, merged: Client, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    # B79: those that training samples from and those that evaluation does, whatever their way of serving.
+    for version in (1, 2, 3):
+        for pool in (client, merged):
+            folder = tmp_path / pool.name
+            path = await publish_random(pool.objects, pool.policy, version, tiny_model_dir, folder)
+            reply = await pool.sample(f"v{version}", seed=1, version=version)
+            spans = reply.completions[0].version_spans
+            assert [(span.start, span.end, span.version) for span in spans] == [(0, 8, version)]
+            want = reference_logprobs(tiny_model_dir, path, PROMPT, reply.ids())
+            assert reply.logprobs() == pytest.approx(want, abs=1e-4)
+            models = (await pool.stub.ListModels(pb.ListModelsRequest())).models
+            assert pool.request("x", version=version).model in [loaded.model for loaded in models]
+
+
 async def test_what_only_some_servers_serve(client: Client, tiny_model_dir: Path, tmp_path: Path) -> None:
     path = write_model(tmp_path / "whole", tiny_model_dir)
     await publish(client.objects, client.policy, 1, path, facts={"kind": "full"})

@@ -19,6 +19,8 @@ from opentinker_kit.settings import S3Settings
 from opentinkerapi.runtime.errors import OpenTinkerError
 from opentinkerapi.runtime.reasons import Reason
 
+KILLS = 20
+
 
 async def learn(client: Client, steps: int = 1) -> None:
     for _ in range(steps):
@@ -108,7 +110,7 @@ async def test_killed_while_saving(trainers: StartTrainer, bucket: S3Settings) -
     objects = S3ObjectStore(bucket)
     async with process.client() as client:
         await client.create()
-        for _ in range(8):
+        for _ in range(KILLS):
             await patiently(process, client, lambda: learn_once(client))
             header = client.header()
             saving = asyncio.create_task(save_with(client, header))
@@ -118,11 +120,15 @@ async def test_killed_while_saving(trainers: StartTrainer, bucket: S3Settings) -
             await process.start()
             await patiently(process, client, lambda h=header: save_with(client, h))
         manifests = [i.key for i in await objects.list("policies/") if i.key.endswith("/manifest.json")]
-        assert sum("/checkpoints/" in key for key in manifests) == 8
+        assert sum("/checkpoints/" in key for key in manifests) == KILLS
         for key in manifests:
             await check_set(objects, key)
         described = await client.call("GetPolicy", pb.GetPolicyRequest(policy=client.policy))
-        assert described.step == 8
+        assert described.step == KILLS
+        # Without a scheduler nothing lets checkpoints go, so a wish for it is refused.
+        request = pb.SaveCheckpointRequest(header=client.header(), keep_checkpoints=1)
+        error = await refused(client.call("SaveCheckpoint", request))
+        assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "keep_checkpoints")
 
 
 async def check_set(objects: S3ObjectStore, key: str) -> None:

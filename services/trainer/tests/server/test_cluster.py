@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 import grpc
 import grpc.aio
@@ -33,7 +34,8 @@ class Scheduler(
         self.ready = False
         self.states: dict[str, int] = {}
         self.recorded: list[tuple[str, int]] = []
-        self.refuse_versions: Reason | None = None
+        self.kept: list[tuple[int, int]] = []
+        """Of each checkpoint: how many stay beside it, and minutes until it expires."""
 
     async def RegisterServer(self, request, context):  # type: ignore[no-untyped-def]
         answer = registry_pb.RegisterServerResponse(server="servers/t1", attempt=1)
@@ -71,6 +73,8 @@ class Scheduler(
 
     async def RegisterCheckpoint(self, request, context):  # type: ignore[no-untyped-def]
         self.recorded.append((request.checkpoint.name, request.attempt))
+        ttl = request.checkpoint.expire_time.ToDatetime(UTC) - datetime.now(UTC)
+        self.kept.append((request.keep_checkpoints, round(ttl.total_seconds() / 60)))
         return catalog_service_pb2.RegisterCheckpointResponse(checkpoint=request.checkpoint)
 
     async def assign(self, name: str, attempt: int, policies: tuple[str, ...] = ()) -> None:
@@ -112,9 +116,26 @@ def publish(client: Client, attempt: int) -> pb.PublishWeightsRequest:
     return pb.PublishWeightsRequest(header=header)
 
 
+def save(
+    client: Client, attempt: int, *, keep: int = 0, minutes: int | None = None
+) -> pb.SaveCheckpointRequest:
+    header = client.header()
+    header.attempt = attempt
+    request = pb.SaveCheckpointRequest(header=header, keep_checkpoints=keep)
+    if minutes is not None:
+        request.ttl.FromSeconds(60 * minutes)
+    return request
+
+
 def managed(trainers: StartTrainer, address: str) -> TrainerProcess:
     return trainers(
-        engine="noop", base_model="tiny", scheduler_address=address, scheduler_loss_s=4.0, server_id="t1"
+        engine="noop",
+        base_model="tiny",
+        scheduler_address=address,
+        scheduler_loss_s=4.0,
+        server_id="t1",
+        keep_checkpoints=7,
+        checkpoint_ttl_s=1800.0,
     )
 
 
@@ -152,6 +173,17 @@ async def test_slots_attempts_and_the_catalog(
         assert error.metadata["attempt"] == "6"
         await learn(client, 6)
         assert (await client.result(5)).optim_step.step == 2
+
+        # How long checkpoints stay: the server's settings, or what the request says.
+        await client.call("SaveCheckpoint", save(client, 6))
+        await client.call("SaveCheckpoint", save(client, 6, keep=2, minutes=5))
+        await client.done_seq(client.seq)
+        assert known.kept == [(7, 30), (2, 5)]
+        for wrong, field in (({"keep": -1}, "keep_checkpoints"), ({"minutes": 0}, "ttl")):
+            seq = client.seq
+            error = await refused(client.call("SaveCheckpoint", save(client, 6, **wrong)))
+            assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
+            client.seq = seq
 
 
 async def test_without_a_scheduler_it_saves_and_ends(
