@@ -41,7 +41,8 @@ def make_adapter(directory: Path, model_dir: Path, rank: int, targets: Sequence[
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    wrapped.save_pretrained(directory)
+    # Of the output layer peft would write the base's own weights too.
+    wrapped.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
