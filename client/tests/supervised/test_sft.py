@@ -12,6 +12,7 @@ from client.tests.doubles.trainer import rows_of
 
 import opentinker as ot
 from opentinker import errors
+from opentinker.loop.loggers import JsonlLogger
 from opentinker.training.tuning import ServerOptions
 from opentinkerapi.run.v1 import run_pb2
 from opentinkerapi.runtime.tensors import unpack_floats, unpack_ids
@@ -304,6 +305,19 @@ def test_every_metric_is_in_the_table(doubles: World, tmp_path: Path) -> None:
     documented = set(re.findall(r"`([^`]+/[^`]+)`", section))
     rows = [*result.metrics, *(found.metrics() for _, found in result.evaluations)]
     assert {name for row in rows for name in row} == documented
+
+
+def test_a_file_of_metrics_is_gone_on_with_behind_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 3}\n{"step": 4, "a"')
+    logger = JsonlLogger(path, keep_steps=2)
+    logger.log(3, {"a": 30.0})
+    logger.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 2},
+        {"step": 3, "a": 30.0},
+    ]
 
 
 def test_the_curve(doubles: World, tmp_path: Path) -> None:
