@@ -49,7 +49,8 @@ def adapter(tiny_vision_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
         return "" if module.startswith("visual.") else module.replace("model.", "model.language_model.", 1)
 
     directory = tmp_path_factory.mktemp("adapter")
-    return write_adapter(directory, tiny_vision_model_dir, live_name=live_name)
+    excluded = {"exclude_modules": r"(.*\.)?visual\..*"}
+    return write_adapter(directory, tiny_vision_model_dir, live_name=live_name, config=excluded)
 
 
 async def started(model_dir: Path, adapter: Path | None, mode: str = "adapter") -> TransformersEngine:
@@ -300,3 +301,11 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_its_images_are_decoded
     with pytest.raises(ServiceError) as caught:
         await reader.read(given, "prompt")
     assert caught.value.reason is Reason.PROMPT_TOO_LONG
+
+
+async def test_vllm_refuses_the_model_by_name(tiny_vision_model_dir: Path) -> None:
+    from opentinker_inference.engine.vllm_engine import VllmEngine
+
+    with pytest.raises(ServiceError, match="use engine=transformers") as caught:
+        await VllmEngine(EngineConfig("vllm", tiny_vision_model_dir, 1024)).start()
+    assert caught.value.reason is Reason.UNSUPPORTED_COMBINATION

@@ -131,6 +131,21 @@ def test_what_is_too_large_names_the_limit(options: ServerOptions, limit: str) -
     assert limit in refused.value.message
 
 
+def test_a_model_that_sees_images_gets_an_engine_that_serves_it() -> None:
+    """vLLM cannot load such a model here: said when the job is created, not when its server starts."""
+    sees = Model("m", 2048, images=True)
+    both = {**OFFER.engines, Role.INFERENCE: ("vllm", "transformers")}
+    offer = replace(OFFER, engines=both, default_engines={**OFFER.default_engines, Role.INFERENCE: "vllm"})
+    assert complete(INFERENCE, MODEL, offer, "f").options.engine == "vllm"
+    assert complete(INFERENCE, sees, offer, "f").options.engine == "transformers"
+    assert complete(TRAINER, sees, offer, "f").options.engine == "torch"
+    asked = replace(INFERENCE, options=ServerOptions(engine="vllm"))
+    with pytest.raises(ServiceError, match="use engine=transformers") as refused:
+        complete(asked, sees, offer, "job.slots[1]")
+    assert refused.value.reason is Reason.UNSUPPORTED_COMBINATION
+    assert refused.value.field == "job.slots[1].options.engine"
+
+
 def test_what_no_empty_cluster_could_hold_is_refused() -> None:
     many = complete(replace(TRAINER, count=33), MODEL, OFFER, "f")
     with pytest.raises(ServiceError, match="max_servers is 4") as refused:

@@ -114,7 +114,7 @@ class DeterministicModel:
 
     def _read(self, directory: Path) -> Any:
         """The model with the weights of a directory, under the base model's configuration."""
-        model = model_class(self._vision and self._vision.settings).from_pretrained(
+        model = model_class(self._vision.settings if self._vision is not None else None).from_pretrained(
             directory,
             config=self._config,
             dtype=self.dtype,

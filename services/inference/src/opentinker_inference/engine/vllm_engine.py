@@ -30,6 +30,7 @@ from opentinker_inference.domain.sampling import (
 from opentinker_inference.engine.merge import PristineBase
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.models import image_settings
 from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
@@ -60,6 +61,11 @@ class VllmEngine:
         self._versions = config.max_resident_versions or _DEFAULT_VERSIONS
 
     async def start(self) -> EngineInfo:
+        if image_settings(self._config.model_dir) is not None:
+            # Seen with 0.32: the module of such a model imports torchvision, and PyPI's does not load beside
+            # a CPU build of torch; on GPUs nobody has tried images through this engine.
+            text = "the vllm engine serves no vision-language models; use engine=transformers"
+            raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field="engine")
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opentinker_kit.errors import ServiceError
-from opentinker_kit.models import known_models, locate_model
+from opentinker_kit.models import image_settings, known_models, locate_model
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.ports import Database
 from opentinkerapi.runtime.reasons import Reason
@@ -28,7 +28,8 @@ class DiskModels:
                 allow_any_dir=self._allow_any_dir,
                 field=field,
             )
-            return Model(found.model_id, found.context_length)
+            images = found.path is not None and image_settings(found.path) is not None
+            return Model(found.model_id, found.context_length, images)
 
         return await asyncio.to_thread(look)
 

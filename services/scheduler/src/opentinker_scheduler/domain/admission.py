@@ -48,6 +48,12 @@ class Model:
 
     model_id: str
     context_tokens: int
+    images: bool = False
+    """Whether it sees images."""
+
+
+IMAGE_ENGINES = ("transformers", "noop")
+"""Inference engines that serve models that see images: vLLM's code for them needs torchvision."""
 
 
 def check_job(
@@ -144,6 +150,11 @@ def complete(spec: SlotSpec, model: Model, offer: Offer, field: str, *, full: bo
         return replace(spec, base_model=model.model_id, tuning=tuning)
     asked = spec.options
     engine = asked.engine or offer.default_engines[spec.role]
+    if is_inference and model.images and engine not in IMAGE_ENGINES:
+        if asked.engine:
+            text = f"engine {engine} serves no model that sees images, as this one; use engine=transformers"
+            raise ServiceError(Reason.UNSUPPORTED_COMBINATION, text, field=f"{field}.options.engine")
+        engine = IMAGE_ENGINES[0]
     if engine not in offer.engines[spec.role]:
         hint = offer.install_hints.get(engine, f"install the packages of engine {engine}")
         have = ", ".join(offer.engines[spec.role])
