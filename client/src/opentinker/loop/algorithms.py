@@ -293,6 +293,7 @@ class ActorCritic(Objective):
             return GAE(advantages.whiten(made.advantages, masks), made.returns) if self.whiten else made
 
         estimator.__module__ = advantages.__name__
+        vars(estimator)["needs_whole_batch"] = self.whiten
         return estimator
 
     @property
