@@ -28,7 +28,7 @@ from opentinker_trainer.domain.losses import (
 )
 from opentinker_trainer.domain.registered import registered_kinds
 from opentinker_trainer.domain.samples import Sample
-from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
+from opentinker_trainer.domain.tuning import AdamWStep, FullSpec, LoraSpec, TuningSpec
 from opentinker_trainer.engine.core import TorchEngine
 from opentinker_trainer.engine.objective import BackwardOutput
 
@@ -60,12 +60,12 @@ class Result:
             assert total == pytest.approx(expected, abs=bound * max(weight, 1.0), rel=bound), name
 
 
-def shaken(engine: TorchEngine, name: str, spec: LoraSpec, seed: int) -> None:
+def shaken(engine: TorchEngine, name: str, spec: TuningSpec, seed: int) -> None:
     """A policy that differs from the base: what begins at zero is random."""
     policy = engine.create_policy(name, spec, seed=seed)
     generator = np.random.default_rng(5)
     for key, parameter in policy.parameters.items():
-        if ".lora_A." not in key:
+        if ".lora_B." in key or key.startswith("value_head"):
             parameter.data.copy_(
                 parameter.new_tensor(0.05 * generator.standard_normal(tuple(parameter.shape)))
             )
@@ -181,6 +181,29 @@ def test_more_cuts(engines: Engines, name: str) -> None:
     whole = engines.run(WHOLE, CASES[name])
     for cut in MORE_CUTS:
         engines.run(cut, CASES[name]).check(whole, EXACT)
+
+
+SPECS: dict[str, TuningSpec] = {
+    "full": FullSpec(value_head=True),
+    "output_layer": LoraSpec(4, 8.0, ("lm_head", "q_proj"), value_head=True),
+    "checkpointing": LoraSpec(4, 8.0, ("q_proj",), value_head=True, activation_checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_any_cut_of_any_tuning(engines: Engines, spec: TuningSpec) -> None:
+    """Where the output layer is trained its gradient comes from every chunk of logits."""
+    components = [CASES[name] for name in ("ppo", "entropy", "value", "kl_k3")]
+    results = []
+    for cut in (WHOLE, CUTS[0], SLICED):
+        engine = engines.get(cut)
+        shaken(engine, "policies/tuned", spec, 3)
+        output = engine.forward_backward("policies/tuned", full_batch(), components)
+        gradient = gradient_of(engine, "policies/tuned")
+        results.append(Result(output.loss_sums, dict(gradient), output.metrics))
+        engine.drop_policy("policies/tuned")
+    for result in results[1:]:
+        result.check(results[0], EXACT)
 
 
 def shuffled(rows: list[Sample]) -> list[list[Sample]]:
