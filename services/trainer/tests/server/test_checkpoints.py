@@ -75,6 +75,15 @@ async def test_checkpoints_and_versions(trainers: StartTrainer, bucket: S3Settin
         missing = await client.result((await client.restore(f"{first}/checkpoints/none")).seq)
         assert "there is no checkpoint" in missing.error.message
 
+        # B87: a policy in the place of one that was unloaded has a gradient like any other.
+        await client.call("UnloadPolicy", pb.UnloadPolicyRequest(policy=client.policy, request_id="u"))
+        await client.create("after", model=process.settings["base_model"])
+        await learn(client)
+        version = (await client.done(await client.publish())).publish_weights.version
+        manifest = json.loads(await objects.get(version.manifest_key))
+        tensors = load((Path(manifest["local_path"]) / "adapter_model.safetensors").read_bytes())
+        assert all(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
+
         # A byte that changed is noticed before anything is loaded.
         key = f"{saved.name}/adapter_model.safetensors"
         data = bytearray(await objects.get(key))
