@@ -104,7 +104,8 @@ def test_a_logit_of_minus_infinity_has_no_entropy() -> None:
     assert scores.entropy.item() == 0.0
 
 
-def test_between_passes_no_logits_are_kept() -> None:
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_between_passes_no_logits_are_kept(entropy_gradient: bool) -> None:
     """B115: what autograd saves between the passes does not grow with vocabulary times tokens."""
     saved: list[int] = []
 
@@ -117,7 +118,16 @@ def test_between_passes_no_logits_are_kept() -> None:
     weight = torch.randn(vocabulary, width)
     targets = torch.randint(vocabulary, (count,))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        scores = token_scores(hidden, weight, None, targets, torch.ones(count), chunk=chunk, entropy=True)
+        scores = token_scores(
+            hidden,
+            weight,
+            None,
+            targets,
+            torch.ones(count),
+            chunk=chunk,
+            entropy=True,
+            entropy_gradient=entropy_gradient,
+        )
     assert max(saved) <= max(vocabulary * width, count * width)
-    scores.logprobs.sum().backward()
+    (scores.logprobs.sum() + scores.entropy.sum() * entropy_gradient).backward()
     assert hidden.grad is not None
