@@ -194,7 +194,7 @@ class CatalogServiceServicer(object):
     def ExportWeights(self, request, context):
         """ExportWeights lists the files of a checkpoint or a policy version in the layout that PEFT or transformers load,
         each with a presigned address.
-        Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, STORAGE_UNAVAILABLE.
+        Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, INVALID_STATE, DIGEST_MISMATCH, STORAGE_UNAVAILABLE.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

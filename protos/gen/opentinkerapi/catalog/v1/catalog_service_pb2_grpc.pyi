@@ -69,7 +69,7 @@ class CatalogServiceStub:
     ExportWeights: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.ExportWeightsRequest, _catalog_service_pb2.ExportWeightsResponse]
     """ExportWeights lists the files of a checkpoint or a policy version in the layout that PEFT or transformers load,
     each with a presigned address.
-    Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, STORAGE_UNAVAILABLE.
+    Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, INVALID_STATE, DIGEST_MISMATCH, STORAGE_UNAVAILABLE.
     Retry: safe.
     """
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.DeleteCheckpointRequest, _catalog_service_pb2.DeleteCheckpointResponse]
@@ -200,7 +200,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_catalog_service_pb2.ExportWeightsResponse]:
         """ExportWeights lists the files of a checkpoint or a policy version in the layout that PEFT or transformers load,
         each with a presigned address.
-        Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, STORAGE_UNAVAILABLE.
+        Errors: CHECKPOINT_NOT_FOUND, VERSION_NOT_FOUND, INVALID_STATE, DIGEST_MISMATCH, STORAGE_UNAVAILABLE.
         Retry: safe.
         """
 

@@ -103,7 +103,7 @@ class InferenceServiceServicer(object):
 
     def Sample(self, request, context):
         """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; finished completions are not sampled again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -112,7 +112,7 @@ class InferenceServiceServicer(object):
 
     def ScoreTokens(self, request, context):
         """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -139,7 +139,7 @@ class InferenceServiceServicer(object):
 
     def LoadPolicyVersion(self, request, context):
         """LoadPolicyVersion loads a version before it is sampled.
-        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING.
+        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

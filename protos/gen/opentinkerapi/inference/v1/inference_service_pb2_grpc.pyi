@@ -18,12 +18,12 @@ class InferenceServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sample: _aio.UnaryStreamMultiCallable[_inference_service_pb2.SampleRequest, _inference_service_pb2.SampleResponse]
     """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes.
-    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, UNSUPPORTED_COMBINATION.
     Retry: safe with the same request_id; finished completions are not sampled again.
     """
     ScoreTokens: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreTokensRequest, _inference_service_pb2.ScoreTokensResponse]
     """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
-    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
     Retry: safe.
     """
     CancelSample: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.CancelSampleRequest, _inference_service_pb2.CancelSampleResponse]
@@ -38,7 +38,7 @@ class InferenceServiceStub:
     """
     LoadPolicyVersion: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.LoadPolicyVersionRequest, _inference_service_pb2.LoadPolicyVersionResponse]
     """LoadPolicyVersion loads a version before it is sampled.
-    Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING.
+    Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING, UNSUPPORTED_COMBINATION.
     Retry: safe.
     """
     UnloadPolicyVersion: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadPolicyVersionRequest, _inference_service_pb2.UnloadPolicyVersionResponse]
@@ -87,7 +87,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.SampleRequest, _abc.AsyncIterator[_inference_service_pb2.SampleResponse]],
     ) -> _abc.AsyncIterator[_inference_service_pb2.SampleResponse]:
         """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; finished completions are not sampled again.
         """
 
@@ -98,7 +98,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.ScoreTokensRequest, _abc.Awaitable[_inference_service_pb2.ScoreTokensResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.ScoreTokensResponse]:
         """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
 
@@ -131,7 +131,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.LoadPolicyVersionRequest, _abc.Awaitable[_inference_service_pb2.LoadPolicyVersionResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.LoadPolicyVersionResponse]:
         """LoadPolicyVersion loads a version before it is sampled.
-        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING.
+        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
 

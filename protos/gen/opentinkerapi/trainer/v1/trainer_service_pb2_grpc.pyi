@@ -20,7 +20,7 @@ class TrainerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePolicy: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.CreatePolicyRequest, _trainer_service_pb2.CreatePolicyResponse]
     """CreatePolicy makes a policy over the server's base model and its version 0, which can be sampled at once.
-    Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+    Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNSUPPORTED_COMBINATION, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
     Retry: safe with the same request_id.
     """
     UnloadPolicy: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.UnloadPolicyRequest, _trainer_service_pb2.UnloadPolicyResponse]
@@ -96,7 +96,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_trainer_service_pb2.CreatePolicyRequest, _abc.Awaitable[_trainer_service_pb2.CreatePolicyResponse]],
     ) -> _abc.Awaitable[_trainer_service_pb2.CreatePolicyResponse]:
         """CreatePolicy makes a policy over the server's base model and its version 0, which can be sampled at once.
-        Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Errors: UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, STALE_ATTEMPT, QUOTA_EXCEEDED, JOB_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNSUPPORTED_COMBINATION, INVALID_WEIGHTS, DIGEST_MISMATCH, BLOB_NOT_FOUND, STORAGE_UNAVAILABLE, STORAGE_FULL, SERVER_STARTING, DRAINING.
         Retry: safe with the same request_id.
         """
 
