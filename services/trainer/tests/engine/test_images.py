@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 from services.trainer.tests.builders import gradient_of, largest, largest_difference
 
 from opentinker_kit.errors import ServiceError
@@ -19,7 +20,7 @@ from opentinker_trainer import wire
 from opentinker_trainer.domain.losses import Component, Ppo
 from opentinker_trainer.domain.plan import PlanSettings
 from opentinker_trainer.domain.samples import Limits, Sample, check_samples
-from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
+from opentinker_trainer.domain.tuning import AdamWStep, FullSpec, LoraSpec
 from opentinker_trainer.engine.compute import ComputeSettings
 from opentinker_trainer.engine.core import EngineSettings, TorchEngine
 from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
@@ -230,6 +231,37 @@ def test_peft_loads_the_adapter_as_it_is(
     np.testing.assert_allclose(
         scores[samples[2].loss_mask], reference(loaded, samples[2], settings), atol=1e-5
     )
+
+
+def test_all_weights_but_the_tower_can_be_trained(
+    make: MakeEngine, settings: ImageSettings, tiny_vision_model_dir: Path, tmp_path: Path
+) -> None:
+    """Exported files have the base's names, and transformers loads them as they are."""
+    engine = make()
+    samples = batch(settings)
+    policy = engine.create_policy("policies/f", FullSpec(), seed=0)
+    assert not any(".visual." in name for name in policy.parameters)
+    component = Component("main", Ppo(), denominator=50.0)
+    before = engine.forward("policies/f", samples)
+    engine.forward_backward("policies/f", samples, [component])
+    assert engine.optim_step("policies/f", AdamWStep(1e-3)).grad_norm > 0
+    after = engine.forward("policies/f", samples)
+    assert np.abs(before.scores[2].logprobs - after.scores[2].logprobs).max() > 1e-3
+    engine.export("policies/f", tmp_path)
+    base, exported = (load_file(d / "model.safetensors") for d in (tiny_vision_model_dir, tmp_path))
+    assert base.keys() == exported.keys()
+    changed = {name for name in base if not np.array_equal(base[name], exported[name])}
+    assert changed
+    assert not any(name.startswith("visual.") for name in changed)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for sample, score in zip(samples, after.scores, strict=True):
+        expected = reference(model, sample, settings)
+        np.testing.assert_allclose(score.logprobs[sample.loss_mask], expected, atol=1e-5)
+    other = engine.create_policy("policies/g", FullSpec(), seed=1)
+    engine.save_state("policies/f", tmp_path / "state")
+    engine.load_state("policies/g", tmp_path / "state")
+    same = [torch.equal(other.parameters[n], policy.parameters[n]) for n in policy.parameters]
+    assert all(same)
 
 
 def refused(rows: list[train_sample_pb2.TrainSample], settings: ImageSettings | None) -> ServiceError:
