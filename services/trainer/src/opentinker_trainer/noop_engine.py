@@ -21,6 +21,7 @@ from opentinkerapi.runtime.tensors import pack_floats
 from opentinkerapi.trainer.v1 import operation_pb2
 
 _WIDTH = 8
+_LAYER = "model.layers.0.self_attn.q_proj"
 
 
 class NoopHandlers:
@@ -29,7 +30,7 @@ class NoopHandlers:
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
         self._open: dict[str, pb.TrainBeginRequest] = {}
-        self._lora: dict[str, policy_pb2.LoraTuning] = {}
+        self._tunings: dict[str, policy_pb2.Tuning] = {}
 
     def table(self) -> Mapping[str, Handler]:
         """Method name -> handler."""
@@ -57,7 +58,7 @@ class NoopHandlers:
 
     def create_policy(self, request: pb.TrainCreatePolicyRequest) -> pb.TrainCreatePolicyResponse:
         self._steps[request.policy] = 0
-        self._lora[request.policy] = request.tuning.lora
+        self._tunings[request.policy] = request.tuning
         return pb.TrainCreatePolicyResponse()
 
     def drop_policy(self, request: pb.TrainDropPolicyRequest) -> pb.TrainDropPolicyResponse:
@@ -84,6 +85,9 @@ class NoopHandlers:
     def forward(self, request: pb.TrainForwardRequest) -> pb.TrainForwardResponse:
         self._check(request.policy)
         outputs = [_zeros(len(sample.loss_mask)) for sample in request.samples]
+        if request.return_values:
+            for output in outputs:
+                output.values = output.logprobs
         return pb.TrainForwardResponse(result=operation_pb2.ForwardResult(outputs=outputs))
 
     def forward_backward(self, request: pb.TrainForwardBackwardRequest) -> pb.TrainForwardBackwardResponse:
@@ -114,17 +118,9 @@ class NoopHandlers:
         directory = Path(request.directory)
         directory.mkdir(parents=True, exist_ok=True)
         step = self._steps[request.policy]
-        lora = self._lora[request.policy]
-        # The step is in the weights, so that versions differ like real ones.
-        name = "base_model.model.model.layers.0.self_attn.q_proj"
-        weights = {
-            f"{name}.lora_A.weight": np.full((lora.rank, _WIDTH), step, np.float32),
-            f"{name}.lora_B.weight": np.zeros((_WIDTH, lora.rank), np.float32),
-        }
-        save_file(weights, directory / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": ["q_proj"]}
-        (directory / "adapter_config.json").write_text(json.dumps(config))
-        files = ["adapter_model.safetensors", "adapter_config.json"]
+        tuning = self._tunings[request.policy]
+        write = _write_model if tuning.WhichOneof("kind") == "full" else _write_adapter
+        files = write(directory, tuning, step)
         if not request.adapter_only:
             (directory / "engine.json").write_text(json.dumps({"steps": step}))
             files.append("engine.json")
@@ -135,6 +131,26 @@ class NoopHandlers:
         state = json.loads((Path(request.directory) / "engine.json").read_text())
         self._steps[request.policy] = 0 if request.weights_only else int(state["steps"])
         return pb.TrainRestoreResponse(step=self._steps[request.policy])
+
+
+def _write_adapter(directory: Path, tuning: policy_pb2.Tuning, step: int) -> list[str]:
+    # The step is in the weights, so that versions differ like real ones.
+    lora = tuning.lora
+    weights = {
+        f"base_model.model.{_LAYER}.lora_A.weight": np.full((lora.rank, _WIDTH), step, np.float32),
+        f"base_model.model.{_LAYER}.lora_B.weight": np.zeros((_WIDTH, lora.rank), np.float32),
+    }
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return ["adapter_model.safetensors", "adapter_config.json"]
+
+
+def _write_model(directory: Path, _tuning: policy_pb2.Tuning, step: int) -> list[str]:
+    weights = {f"{_LAYER}.weight": np.full((_WIDTH, _WIDTH), step, np.float32)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps({"model_type": "noop", "dtype": "float32"}))
+    return ["model.safetensors", "config.json"]
 
 
 def _zeros(length: int) -> operation_pb2.SampleOutput:

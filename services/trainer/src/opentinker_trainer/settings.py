@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from opentinker_kit.settings import ServerSettings
 from opentinkerapi.engine.v1 import trainer_engine_pb2
@@ -24,9 +24,11 @@ class TrainerSettings(ServerSettings):
     """Storage and matrix products of the base model; adapters and logprobs are float32 in any case."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     threads: int = Field(default=0, ge=0)
-    """Threads of the engine; 0: one for each core. Part of what decides the bits of a result."""
+    """Threads of an engine process; 0: its share of the cores. Part of what decides the bits of a result."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that a policy is spread over: rows are dealt to them, full-parameter policies are cut."""
+    context_parallel: int = 1
+    """A sequence stays on one rank: anything but 1 is refused."""
     export_shard_bytes: int = Field(default=4 * 2**30, ge=1024)
     """Most bytes of one weight file of a full-parameter policy."""
     max_lora_rank: int = Field(default=64, ge=1)
@@ -72,12 +74,24 @@ class TrainerSettings(ServerSettings):
     memory_limit_bytes: int = Field(default=0, ge=0)
     """What policies may take beside the base model; 0: half of what is free once that is loaded."""
 
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.context_parallel != 1:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel}: context parallelism is not supported, a "
+                "sequence stays on one rank; spread rows over processes with ranks"
+            )
+        if self.ranks > 1 and self.engine == "noop":
+            raise ValueError(f"ranks is {self.ranks}, and the noop engine is one process")
+        return self
+
     def weight_bytes(self) -> int:
         """Size of a weight in the forward pass."""
         return {"float32": 4, "bfloat16": 2, "float64": 8}[self.dtype]
 
     def engine_threads(self) -> int:
-        return self.threads or len(os.sched_getaffinity(0))
+        """Of each process."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
 
     def load_request(self, model_path: Path) -> trainer_engine_pb2.TrainLoadRequest:
         """The engine's launch settings."""

@@ -11,7 +11,7 @@ from services.trainer.tests.server.harness import cross_entropy, message
 
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.adapters.engine_process import ProcessEngine
-from opentinker_trainer.domain.tuning import LoraSpec
+from opentinker_trainer.domain.tuning import FullSpec, LoraSpec, TuningSpec
 from opentinker_trainer.ports import Engine
 from opentinker_trainer.settings import TrainerSettings
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
@@ -19,7 +19,10 @@ from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import trainer_service_pb2
 
 NAME = "policies/p"
-SPEC = LoraSpec(2, 4.0, ("q_proj",))
+SPECS: dict[str, TuningSpec] = {
+    "lora": LoraSpec(2, 4.0, ("q_proj",)),
+    "full": FullSpec(value_head=True, activation_checkpointing=True),
+}
 SAMPLES = [message(row) for row in ragged_batch()[:3]]
 GRADIENT = pb.TrainBeginRequest(
     forward_backward=pb.TrainForwardBackwardRequest(policy=NAME, samples=SAMPLES, losses=[cross_entropy()])
@@ -32,7 +35,7 @@ STEP = pb.TrainOptimStepRequest(policy=NAME, adamw=trainer_service_pb2.AdamW(lea
 async def engine(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_model_dir: Path
 ) -> AsyncIterator[Engine]:
-    """A started engine that holds a policy."""
+    """A started engine."""
     made: Engine
     if request.param == "fake":
         made = FakeEngine()
@@ -47,7 +50,6 @@ async def engine(
     model = await made.start()
     assert "q_proj" in model.shape.linear_layers
     assert model.vocab_size > 0
-    await made.create_policy(NAME, SPEC, 1)
     yield made
     await made.close()
     await asyncio.wait_for(asyncio.shield(made.exited), 10)
@@ -72,6 +74,12 @@ async def saved(engine: Engine, directory: Path, *, adapter_only: bool = False) 
 
 
 async def test_an_engine_does_what_the_front_relies_on(engine: Engine, tmp_path: Path) -> None:
+    for kind, spec in SPECS.items():
+        await check(engine, spec, tmp_path / kind)
+
+
+async def check(engine: Engine, spec: TuningSpec, tmp_path: Path) -> None:
+    await engine.create_policy(NAME, spec, 1)
     # Steps count up, and move the weights.
     first = await saved(engine, tmp_path / "0")
     await whole(engine, GRADIENT)
@@ -95,8 +103,11 @@ async def test_an_engine_does_what_the_front_relies_on(engine: Engine, tmp_path:
     # Looking changes nothing; making anew begins anew.
     assert (await whole(engine, LOOK)).HasField("forward")
     assert await saved(engine, tmp_path / "looked") == two
-    await engine.create_policy(NAME, SPEC, 1)
+    await engine.create_policy(NAME, spec, 1)
     assert await saved(engine, tmp_path / "anew") == first
+    weights = await saved(engine, tmp_path / "weights", adapter_only=True)
+    assert weights.items() <= first.items()
+    assert "engine.json" not in weights
 
     # A policy that is not there is refused by name, dropping it twice is fine.
     await engine.drop_policy(NAME)
