@@ -9,6 +9,7 @@ import os
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,20 @@ KEY_VARIABLE = "OPENTINKER_API_KEY"
 
 _active: list["Cluster"] = []
 _default_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _NewPolicy:
+    """What a CreatePolicy asks for."""
+
+    model: str
+    tuning: Tuning
+    seed: int
+    name: str
+    from_checkpoint: str
+    files: Sequence[Path]
+    """Imported weights."""
+    request_id: str
 
 
 class Cluster:
@@ -96,37 +111,33 @@ class Cluster:
         Waits until the job runs. `seed` draws the initial adapter and value head. `from_checkpoint`: start
         from the weights and optimizer of a checkpoint. `from_weights`: start from a directory on this
         machine, an adapter as PEFT saves it (rank, alpha and target modules are then the adapter's) or, for
-        Full(), a model as transformers saves it. `beside`: in the job of
-        that policy instead, on the same servers (a critic, a teacher). `serve=False`: the job has a trainer
-        slot only, and a second job takes an inference slot when the policy is first sampled. `supervised`:
-        the job is one of supervised tuning, for who looks at the queue. Raises UnknownModel,
-        CannotBeSatisfied and others for what the cluster can never give.
+        Full(), a model as transformers saves it. `beside`: in the job of that policy instead, on the same
+        servers (a critic, a teacher). `serve=False`: the job has a trainer slot only, and a second job takes
+        an inference slot when the policy is first sampled. `supervised`: the job is one of supervised tuning,
+        for who looks at the queue. Raises UnknownModel, CannotBeSatisfied and others for what the cluster can
+        never give.
         """
         chosen = LoRA() if tuning is None else tuning
-        files: list[Path] = []
+        files: Sequence[Path] = ()
         if from_weights is not None:
+            if from_checkpoint:
+                raise errors.invalid("from_weights", "a policy starts from them or from_checkpoint, not both")
             chosen, files = weights.read_directory(from_weights, tuning)
         if not isinstance(chosen, Tuning):
             raise errors.invalid("tuning", f"{chosen!r} is none of LoRA(...) and Full(...)")
+        identifier = request_id or f"policy-{uuid.uuid4().hex}"
+        wanted = _NewPolicy(model, chosen, seed, name, from_checkpoint, files, identifier)
         if beside is not None:
             if beside.base_model != model or trainer is not None or inference is not None:
                 raise errors.invalid(
                     "beside",
                     f"the servers of {beside.name} hold {beside.base_model}; leave trainer and inference out",
                 )
-            return Pending.of(
-                self.portal,
-                self._add_policy(
-                    beside.job, beside.serving, model, chosen, seed, name, from_checkpoint, files, request_id
-                ),
-            )
+            return Pending.of(self.portal, self._add_policy(beside.job, beside.serving, wanted))
         spec, later = policy_jobs(
             model, chosen, trainer, inference, name=name, run=run, serve=serve, supervised=supervised
         )
-        return Pending.of(
-            self.portal,
-            self._create_policy(spec, later, model, chosen, seed, name, from_checkpoint, files, request_id),
-        )
+        return Pending.of(self.portal, self._create_policy(spec, later, wanted))
 
     def export(self, name: str, directory: str | Path) -> Pending[Path]:
         """Write the weights of a version or checkpoint, by its name, into a new directory.
@@ -252,23 +263,12 @@ class Cluster:
         return await self.control.call(lambda channel: SchedulerServiceStub(channel).GetCluster(request))
 
     async def _create_policy(
-        self,
-        spec: job_pb2.Job,
-        later: job_pb2.Job | None,
-        model: str,
-        tuning: Tuning,
-        seed: int,
-        name: str,
-        from_checkpoint: str,
-        files: Sequence[Path],
-        request_id: str | None,
+        self, spec: job_pb2.Job, later: job_pb2.Job | None, wanted: "_NewPolicy"
     ) -> Policy:
         job = await self._open_job(spec)
         serving = job if later is None else OnDemand(partial(self._open_job, later))
         try:
-            return await self._add_policy(
-                job, serving, model, tuning, seed, name, from_checkpoint, files, request_id
-            )
+            return await self._add_policy(job, serving, wanted)
         except BaseException:
             self._jobs.remove(job)
             with contextlib.suppress(errors.OpenTinkerError):
@@ -280,31 +280,19 @@ class Cluster:
         self._jobs.append(job)
         return job
 
-    async def _add_policy(
-        self,
-        job: Job,
-        serving: Slots,
-        model: str,
-        tuning: Tuning,
-        seed: int,
-        name: str,
-        from_checkpoint: str,
-        files: Sequence[Path],
-        request_id: str | None,
-    ) -> Policy:
-        identifier = request_id or f"policy-{uuid.uuid4().hex}"
-        imported = await weights.upload(files, self.blobs)
+    async def _add_policy(self, job: Job, serving: Slots, wanted: "_NewPolicy") -> Policy:
+        imported = await weights.upload(wanted.files, self.blobs)
 
         async def create(link: Link) -> trainer_service_pb2.CreatePolicyResponse:
             request = trainer_service_pb2.CreatePolicyRequest(
-                request_id=identifier,
+                request_id=wanted.request_id,
                 job=job.name,
                 attempt=link.attempt,
-                base_model=model,
-                tuning=tuning.to_wire(),
-                seed=seed,
-                display_name=name,
-                from_checkpoint=from_checkpoint,
+                base_model=wanted.model,
+                tuning=wanted.tuning.to_wire(),
+                seed=wanted.seed,
+                display_name=wanted.name,
+                from_checkpoint=wanted.from_checkpoint,
                 import_files=imported,
             )
             return await answer(TrainerServiceStub(link.channel).CreatePolicy(request))
@@ -317,7 +305,7 @@ class Cluster:
             job,
             self.blobs,
             name=made.policy.name,
-            base_model=model,
+            base_model=wanted.model,
             published=published,
             serving=serving,
         )
