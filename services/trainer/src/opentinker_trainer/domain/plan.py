@@ -112,7 +112,7 @@ class Layout:
 
 
 def plan(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings) -> list[MicroBatch]:
-    """Cut the samples with indices `wanted` into micro-batches, longest rows first; those with images last."""
+    """Cut the samples with indices `wanted` into micro-batches, longest rows first, images last."""
     with_images = [index for index in wanted if samples[index].images]
     if with_images:
         others = [index for index in wanted if not samples[index].images]

@@ -21,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 import torch.distributed as dist
 from google.protobuf.message import Message
+from torch._C._distributed_c10d import Store, TCPStore
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import Handler
@@ -124,7 +125,7 @@ class Leader:
     def _start(self, count: int) -> None:
         listener = socket.create_server((_HOST, 0))
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        store = TCPStore(
             _HOST, port, count, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
         )
         self._workers = [_Worker(rank, count, port, self._on_end) for rank in range(1, count)]
@@ -158,13 +159,13 @@ class Leader:
             self._give_up(error)
         finally:
             done.set()
-        refusals = [worker.replies.get() for worker in self._workers]
-        for worker, reply in zip(self._workers, refusals, strict=True):
+        for worker in self._workers:
+            reply = worker.replies.get()
             if reply is None:
                 self._give_up(ConnectionError(f"rank {worker.rank} is gone"))
-            differs = reply.HasField("error") != (failure is not None)
-            if differs and (reply.HasField("error") or method not in _MAY_DIFFER):
-                said = ServiceError.from_status(reply.error).message if reply.HasField("error") else "done"
+            refused = reply.HasField("error")
+            if refused != (failure is not None) and (refused or method not in _MAY_DIFFER):
+                said = ServiceError.from_status(reply.error).message if refused else "done"
                 self._disagree(method, worker.rank, said, failure.message if failure else "done")
         if failure is not None:
             raise failure
@@ -177,21 +178,26 @@ class Leader:
             if refused and not done.wait(_AGREEMENT_S):
                 self._disagree(method, refused[0], "an error", "nothing yet")
 
-    def _disagree(self, method: str, rank: int, theirs: str, ours: str) -> None:
+    def _disagree(self, method: str, rank: int, theirs: str, ours: str) -> NoReturn:
         text = f"rank {rank} ended {method} with {theirs!r}, rank 0 with {ours!r}"
         log.error("ranks disagree", method=method, rank=rank, theirs=theirs, ours=ours)
         self.abort(ServiceError(Reason.ENGINE_CRASHED, text, retry_after_s=1.0))
-        time.sleep(_COLLECTIVE_TIMEOUT.total_seconds())
+        _wait_for_the_end()
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> NoReturn:
         """End the group after a failure of this rank, which the end of another one may have caused."""
-        with contextlib.suppress(queue.Empty):
+        try:
             self._ended.get(timeout=_CAUSE_S)
-            # Its end is being told.
-            time.sleep(_COLLECTIVE_TIMEOUT.total_seconds())
-        text = f"rank 0 of {len(self._workers) + 1} failed: {type(error).__name__}"
-        self.abort(ServiceError(Reason.ENGINE_CRASHED, text, retry_after_s=1.0))
-        time.sleep(_COLLECTIVE_TIMEOUT.total_seconds())
+        except queue.Empty:
+            text = f"rank 0 of {len(self._workers) + 1} failed: {type(error).__name__}"
+            self.abort(ServiceError(Reason.ENGINE_CRASHED, text, retry_after_s=1.0))
+        _wait_for_the_end()
+
+
+def _wait_for_the_end() -> NoReturn:
+    """The call must not answer any more: this process is being ended by another thread."""
+    while True:
+        time.sleep(1.0)
 
 
 def run_worker(fd: int) -> None:
@@ -201,7 +207,7 @@ def run_worker(fd: int) -> None:
     connection = socket.socket(fileno=fd)
     threading.Thread(target=_exit_with, args=(connection.fileno(),), name="leader", daemon=True).start()
     handlers = EngineHandlers()
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, is_master=False)
     handlers.ranks = join(store, rank, count)
     table = handlers.table()
     while (frame := receive_frame(connection)) is not None:
@@ -219,7 +225,7 @@ def run_worker(fd: int) -> None:
     os._exit(0)
 
 
-def join(store: dist.Store, rank: int, count: int) -> Ranks:
+def join(store: Store, rank: int, count: int) -> Ranks:
     """Meet the other ranks."""
     # All ranks are on this host; a host's own name need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
