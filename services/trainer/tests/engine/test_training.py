@@ -22,7 +22,7 @@ from opentinker_trainer.domain.losses import (
     Value,
 )
 from opentinker_trainer.domain.samples import Limits, Sample, check_samples
-from opentinker_trainer.domain.tuning import AdamWStep
+from opentinker_trainer.domain.tuning import AdamWStep, LoraSpec
 from opentinker_trainer.engine.core import TorchEngine
 from opentinkerapi.runtime.reasons import Reason
 
@@ -77,7 +77,7 @@ def test_a_kl_term_alone_moves_the_policy_back_to_its_reference(
 ) -> None:
     """B15, B24: advantages are 0, and over 50 steps the divergence falls."""
     name = "policies/kl"
-    shaken(engine, name, SPEC, 4)
+    shaken(engine, name, LoraSpec(4, 8.0, ("down_proj", "q_proj")), 4)
     samples = [
         replace(row, advantages=np.zeros(row.length, np.float32))
         for row in scored(engine, name, rows(), "reference_logprobs", base=True)
