@@ -1,0 +1,98 @@
+"""Interleaved pairs of measurements that a long benchmark can be resumed with.
+
+Each pair is written down when it is there, with a digest of the code that it measured. A run takes up the
+pairs of runs before it while that code is the same; a finished case begins anew the next time.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.results import Result, paired
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ("benchmarks", "services/trainer/src", "services/kit/src")
+DEFAULT_PAIRS = 9
+DEFAULT_BUDGET_S = 600.0
+
+
+class Unfinished(Exception):
+    """The time of this run is over; the same command goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    pairs: int = DEFAULT_PAIRS
+    cases: frozenset[str] = frozenset()
+    """Empty: all."""
+    budget_s: float = DEFAULT_BUDGET_S
+    """After so many seconds no further pair is begun."""
+    started: float = field(default_factory=time.monotonic)
+
+    def wants(self, case: str) -> bool:
+        return not self.cases or case in self.cases
+
+    def time_is_over(self) -> bool:
+        return time.monotonic() - self.started > self.budget_s
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for folder in MEASURED:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _notes(bench: str, case: str) -> Path:
+    folder = Path(os.environ.get("OPENTINKER_BENCH_DIR", ROOT / ".bench"))
+    return folder / f"{bench}-{case}.json"
+
+
+def measure(
+    options: Options,
+    bench: str,
+    case: str,
+    ours: Callable[[], float],
+    theirs: Callable[[], float],
+    *,
+    baseline: str,
+    work: float,
+    unit: str,
+    warm_up: bool = True,
+) -> Result:
+    """How fast we are over how fast they are: medians of interleaved pairs of seconds for the same `work`.
+
+    Unfinished if the time was not enough. The order within a pair alternates. `raw` holds work per second.
+    """
+    notes = _notes(bench, case)
+    digest = _digest()
+    kept: list[list[float]] = []
+    if notes.exists():
+        noted = json.loads(notes.read_text())
+        kept = noted["pairs"] if noted["digest"] == digest else []
+    if warm_up and len(kept) < options.pairs:
+        ours()
+        theirs()
+    began = False
+    while len(kept) < options.pairs:
+        if began and options.time_is_over():
+            raise Unfinished(f"{bench}/{case}: {len(kept)} of {options.pairs} pairs; run it again to go on")
+        first, second = (ours, theirs) if len(kept) % 2 == 0 else (theirs, ours)
+        times = [first(), second()]
+        pair = times if first is ours else times[::-1]
+        began = True
+        print(f"{bench}/{case}: ours {pair[0]:.2f} s, theirs {pair[1]:.2f} s", file=sys.stderr)
+        kept.append(pair)
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        notes.write_text(json.dumps({"digest": digest, "pairs": kept}))
+    notes.unlink(missing_ok=True)
+    mine, other = ([round(work / pair[side], 2) for pair in kept] for side in (0, 1))
+    return paired(bench, case, mine, other, baseline=baseline, unit=unit, better="higher")
