@@ -1,5 +1,8 @@
 """Images in train samples: transformers' own numbers, whatever the cut; what is malformed is refused."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as torch_load_file
 from services.trainer.tests.builders import gradient_of, largest, largest_difference
 
 from opentinker_kit.errors import ServiceError
@@ -119,9 +123,9 @@ def reference(model: Any, sample: Sample, settings: ImageSettings) -> np.ndarray
     return picked[sample.loss_mask[1:]]
 
 
-def run(engine: TorchEngine, samples: list[Sample], **options: Any) -> Any:
+def run(engine: TorchEngine, samples: list[Sample], spec: LoraSpec = SPEC, **options: Any) -> Any:
     """An own policy whose B is not zero, then one pass."""
-    policy = engine.create_policy("policies/p", SPEC, seed=3)
+    policy = engine.create_policy("policies/p", spec, seed=3)
     generator = np.random.default_rng(5)
     for name, parameter in policy.parameters.items():
         if ".lora_B." in name:
@@ -163,6 +167,45 @@ def test_any_cut_gives_the_same_loss_and_gradient(make: MakeEngine, settings: Im
         assert output.loss_sums["main"] == pytest.approx(expected.loss_sums["main"], rel=1e-5), cut
         for score, other in zip(output.scores, expected.scores, strict=True):
             np.testing.assert_allclose(score.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_activations_can_be_computed_again(make: MakeEngine, settings: ImageSettings) -> None:
+    samples = batch(settings)
+    engine = make()
+    run(engine, samples)
+    gradient = gradient_of(engine, "policies/p")
+    run(engine, samples, spec=replace(SPEC, activation_checkpointing=True))
+    assert largest_difference(gradient_of(engine, "policies/p"), gradient) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_ranks_give_the_same(tiny_vision_model_dir: Path, tmp_path: Path) -> None:
+    from services.trainer.tests.engine import image_ranks
+
+    from opentinker_trainer.engine.ranks import Ranks
+
+    expected = image_ranks.compute(tiny_vision_model_dir, Ranks())
+    results = tmp_path / "results.safetensors"
+    command = [sys.executable, "-m", image_ranks.__name__]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(tiny_vision_model_dir), str(tmp_path / "store"), str(results)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[4],
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(200) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    found = torch_load_file(results)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        bound = 1e-6 if name.startswith("gradient/") else 1e-5
+        np.testing.assert_allclose(found[name], tensor, atol=bound, err_msg=name)
 
 
 def test_order_does_not_matter(make: MakeEngine, settings: ImageSettings) -> None:
