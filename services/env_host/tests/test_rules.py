@@ -16,6 +16,7 @@ from opentinker_env_host.domain.episode import Recipe
 from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
 from opentinker_env_host.domain.pool import PoolLimits, WorkerPool
 from opentinker_env_host.ports import EnvironmentFacts, Reply, WorkerLost
+from opentinker_env_host.wire import begin_to_proto
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
@@ -209,3 +210,15 @@ async def test_request_ids_are_kept_for_an_hour() -> None:
     await clock.advance(200)
     assert await host.open_group("r", recipe, 1) != first
     await host.stop()
+
+
+def test_an_image_too_large_to_travel_ends_its_episode_by_name() -> None:
+    def begun(size: int) -> Reply:
+        content = [{"image": 0, "media_type": "image/png"}]
+        return Reply({"observation": {"content": content}}, [bytes(size)], "", 0.0)
+
+    (pending,) = begin_to_proto(begun(2 * 1024 * 1024)).pending
+    assert len(pending.observation.content.parts[0].image.inline) == 2 * 1024 * 1024
+    with pytest.raises(ServiceError, match="bytes is over") as refused:
+        begin_to_proto(begun(2 * 1024 * 1024 + 1))
+    assert refused.value.reason is Reason.ENV_CRASHED
