@@ -186,8 +186,7 @@ class TrainerServer:
             self._settings.base_model,
             digest,
             self._settings.max_lora_rank,
-            self._settings.memory_limit_bytes
-            or psutil.virtual_memory().available // (2 * self._settings.ranks),
+            self._settings.memory_limit_bytes or self._free_bytes(model) // 2,
             forward_bytes=self._settings.weight_bytes(),
             ranks=self._settings.ranks,
         )
@@ -224,6 +223,10 @@ class TrainerServer:
         self._model_path = self._executor.model_dir = resolved.path
         self.servicer.tokenizer = TokenizerFiles(tokenizer_files(resolved.path))
         return resolved.digest
+
+    def _free_bytes(self, model: ModelInfo) -> int:
+        """Of one engine process."""
+        return model.free_bytes or psutil.virtual_memory().available // self._settings.ranks
 
     def _limits(self, model: ModelInfo) -> Limits:
         wanted = self._settings.context_tokens or model.context_tokens

@@ -18,6 +18,8 @@ class ModelInfo:
     vocab_size: int
     context_tokens: int
     shape: ModelShape
+    free_bytes: int = 0
+    """Free memory of the device that it computes on; 0 where it is the host's."""
 
 
 @dataclass(frozen=True, slots=True)

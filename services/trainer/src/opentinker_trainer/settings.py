@@ -25,6 +25,8 @@ class TrainerSettings(ServerSettings):
     attention: Literal["sdpa", "eager"] = "sdpa"
     threads: int = Field(default=0, ge=0)
     """Threads of an engine process; 0: its share of the cores. Part of what decides the bits of a result."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the engine computes; on "cuda" rank r has GPU r."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that a policy is spread over: rows are dealt to them, full-parameter policies are cut."""
     context_parallel: int = 1
@@ -107,6 +109,7 @@ class TrainerSettings(ServerSettings):
             max_shared_row_tokens=self.max_shared_row_tokens,
             logit_rows=self.logit_rows,
             pack_rows=self.pack_rows,
+            device=self.device,
             ranks=self.ranks,
             export_shard_bytes=self.export_shard_bytes,
             slice_tokens=self.slice_tokens,

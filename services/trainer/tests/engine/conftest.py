@@ -21,6 +21,7 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
     def make(
         *,
         dtype: str = "float32",
+        device: str = "cpu",
         attention: str = "sdpa",
         logit_rows: int = 256,
         slice_tokens: int = 1024,
@@ -33,6 +34,7 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
                 tiny_model_dir,
                 "tiny-qwen3-random",
                 dtype=dtype,
+                device=device,
                 attention=attention,
                 compute=compute,
                 shard_bytes=shard_bytes,

@@ -264,3 +264,9 @@ def test_what_cannot_be_written_is_told_after_all_was_gathered(tmp_path: Path) -
     assert asked == ["a", "b"]
     with pytest.raises(OSError, match="Not a directory"):
         writer.finish()
+
+
+def test_a_device_that_is_not_there_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ServiceError, match="cuda:9 is not there") as caught:
+        make_engine(device="cuda:9")
+    assert caught.value.field == "device"

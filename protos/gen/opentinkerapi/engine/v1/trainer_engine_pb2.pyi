@@ -45,6 +45,7 @@ class TrainLoadRequest(_message.Message):
     FORWARD_DTYPE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     EXPORT_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Directory of the base model."""
     model_id: _builtins.str
@@ -75,6 +76,8 @@ class TrainLoadRequest(_message.Message):
     """Processes that a policy is spread over; 0 is 1."""
     export_shard_bytes: _builtins.int
     """Most bytes of one weight file of a full-parameter policy; 0: 4 GiB."""
+    device: _builtins.str
+    """"cpu", or "cuda": rank r computes on GPU r. Empty: "cpu"."""
     def __init__(
         self,
         *,
@@ -93,10 +96,11 @@ class TrainLoadRequest(_message.Message):
         forward_dtype: _builtins.str = ...,
         ranks: _builtins.int = ...,
         export_shard_bytes: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "dtype", b"dtype", "export_shard_bytes", b"export_shard_bytes", "forward_dtype", b"forward_dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "ranks", b"ranks", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "device", b"device", "dtype", b"dtype", "export_shard_bytes", b"export_shard_bytes", "forward_dtype", b"forward_dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "ranks", b"ranks", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,6 +152,7 @@ class TrainLoadResponse(_message.Message):
     WEIGHT_COUNT_FIELD_NUMBER: _builtins.int
     OUTPUT_LAYER_FIELD_NUMBER: _builtins.int
     ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
     vocab_size: _builtins.int
     """Size of the vocabulary."""
     context_tokens: _builtins.int
@@ -156,6 +161,8 @@ class TrainLoadResponse(_message.Message):
     """How many weights the base has, tied ones counted once."""
     activation_checkpointing: _builtins.bool
     """Whether activations can be computed again in the backward pass."""
+    free_bytes: _builtins.int
+    """Free memory of the device after loading; 0 where it is the host's."""
     @_builtins.property
     def linear_layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinearLayers]:
         """Layers that can carry adapters."""
@@ -173,10 +180,11 @@ class TrainLoadResponse(_message.Message):
         weight_count: _builtins.int = ...,
         output_layer: Global___LinearLayers | None = ...,
         activation_checkpointing: _builtins.bool = ...,
+        free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["output_layer", b"output_layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "context_tokens", b"context_tokens", "linear_layers", b"linear_layers", "output_layer", b"output_layer", "vocab_size", b"vocab_size", "weight_count", b"weight_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "context_tokens", b"context_tokens", "free_bytes", b"free_bytes", "linear_layers", b"linear_layers", "output_layer", b"output_layer", "vocab_size", b"vocab_size", "weight_count", b"weight_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

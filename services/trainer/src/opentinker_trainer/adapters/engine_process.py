@@ -60,7 +60,7 @@ class ProcessEngine:
             weight_count=loaded.weight_count,
             activation_checkpointing=loaded.activation_checkpointing,
         )
-        return ModelInfo(loaded.vocab_size, loaded.context_tokens, shape)
+        return ModelInfo(loaded.vocab_size, loaded.context_tokens, shape, loaded.free_bytes)
 
     async def create_policy(self, policy: str, spec: TuningSpec, seed: int) -> None:
         request = pb.TrainCreatePolicyRequest(policy=policy, tuning=wire.tuning_message(spec), seed=seed)

@@ -189,12 +189,15 @@ class AdapterBank:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 if ".lora_A." in name:
-                    torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+                    # Drawn on the CPU, so that a seed means the same on every device.
+                    drawn = torch.empty_like(parameter, device="cpu")
+                    torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+                    parameter.copy_(drawn)
                 else:
                     parameter.zero_()
         if spec.value_head:
             weight, _ = self.base.output
-            parameters |= new_value_head(weight.shape[1], accumulator(weight.dtype), weight.device)
+            parameters |= new_value_head(weight.shape[1], accumulator(weight.dtype), self.base.device)
         return AdapterWeights(self, key, spec, dict(sorted(parameters.items())))
 
     def delete(self, adapter: AdapterWeights) -> None:

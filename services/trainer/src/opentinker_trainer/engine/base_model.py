@@ -27,6 +27,7 @@ class BaseModel:
     """Where it was loaded from."""
     dtype: str
     attention: str
+    device: torch.device
     vocab_size: int
     context_tokens: int
     full_attention: bool
@@ -72,7 +73,7 @@ class BaseModel:
         return sorted(found.items())
 
 
-def load_model(path: Path, dtype: torch.dtype, attention: str) -> Any:
+def load_model(path: Path, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
     """A transformers model in evaluation mode. ServiceError UNKNOWN_MODEL."""
     try:
         model = model_class(image_settings(path)).from_pretrained(
@@ -82,16 +83,16 @@ def load_model(path: Path, dtype: torch.dtype, attention: str) -> Any:
         text = f"{path} does not hold a causal language model that transformers can load: {error}"
         raise ServiceError(Reason.UNKNOWN_MODEL, text) from error
     model.eval()
-    return model
+    return model.to(device)
 
 
-def load_base_model(path: Path, dtype: str, attention: str) -> BaseModel:
+def load_base_model(path: Path, dtype: str, attention: str, device: torch.device) -> BaseModel:
     """Load from a directory, without any network.
 
     ServiceError UNKNOWN_MODEL if it holds no causal language model, UNSUPPORTED_OPTION if its output layer
     does more than a linear map (soft caps, logit scales), which `token_scores` would miss.
     """
-    model = load_model(path, DTYPES[dtype], attention)
+    model = load_model(path, DTYPES[dtype], attention, device)
     model.requires_grad_(False)
     config = model.config.get_text_config()
     settings = image_settings(path)
@@ -100,6 +101,7 @@ def load_base_model(path: Path, dtype: str, attention: str) -> BaseModel:
         path,
         dtype,
         attention,
+        device,
         vocab_size=int(config.vocab_size),
         context_tokens=int(getattr(config, "max_position_embeddings", 2048)),
         full_attention=_full_attention(config),
@@ -147,7 +149,7 @@ def _linear_layers(model: Any) -> dict[str, tuple[int, int, int]]:
 
 
 def _check_output_layer(base: BaseModel) -> None:
-    ids = torch.arange(1, 9).remainder(base.vocab_size)[None]
+    ids = torch.arange(1, 9, device=base.device).remainder(base.vocab_size)[None]
     weight, bias = base.output
     with torch.no_grad():
         expected = base.model(input_ids=ids, use_cache=False).logits.float()

@@ -44,6 +44,7 @@ class EngineSettings:
     model_id: str
     dtype: str = "float32"
     attention: str = "sdpa"
+    device: str = "cpu"
     threads: int = 1
     compute: ComputeSettings = field(default_factory=ComputeSettings)
     shard_bytes: int = 4 * 2**30
@@ -62,14 +63,17 @@ class TorchEngine:
     """Policies over a base model."""
 
     def __init__(self, settings: EngineSettings, ranks: Ranks | None = None) -> None:
-        """Load the base model. ServiceError as `load_base_model`.
+        """Load the base model. ServiceError as `load_base_model`, UNSUPPORTED_OPTION without the device.
 
         With `ranks` of several processes each of them has an engine, and every call is made on all of them.
         """
+        _check_device(settings.device)
         torch.set_num_threads(settings.threads)
         transformers.utils.logging.disable_progress_bar()
         self._settings = settings
-        self.base: BaseModel = load_base_model(settings.model_path, settings.dtype, settings.attention)
+        self.base: BaseModel = load_base_model(
+            settings.model_path, settings.dtype, settings.attention, torch.device(settings.device)
+        )
         self._ranks = ranks or Ranks()
         self._bank = AdapterBank(self.base, self._ranks, settings.model_id)
         self._compute = Compute(self.base, self._ranks, settings.compute)
@@ -195,12 +199,19 @@ class TorchEngine:
         self._policy(name).weights.save(writer, exact=False)
         return writer.finish()
 
+    def free_bytes(self) -> int:
+        """Free memory of the device; 0 where it is the host's."""
+        if self.base.device.type != "cuda":
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.base.device)
+        return int(free)
+
     def base_digest(self) -> str:
         """SHA-256 over the base weights in memory: it never changes, whatever is trained."""
         digest = hashlib.sha256()
         for name, parameter in self.base.named_weights():
             digest.update(name.encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _policy(self, name: str) -> Policy:
@@ -217,3 +228,10 @@ class TorchEngine:
             files = ModelFiles(self.base.path, self.base.tied_names)
             return FullWeights(self.base, spec, self._ranks, files)
         return self._bank.create(spec, generator)
+
+
+def _check_device(device: str) -> None:
+    number = torch.device(device).index or 0
+    if device.startswith("cuda") and torch.cuda.device_count() <= number:
+        text = f"{device} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="device")

@@ -121,7 +121,7 @@ class FullWeights:
         self._files = files
         compute = {name: weight.dtype for name, weight in base.named_weights()}
         width = accumulator(base.output[0].dtype)
-        model = load_model(base.path, width, base.attention)
+        model = load_model(base.path, width, base.attention, base.device)
         packing.enable(model, decoder_of(model))
         weights: dict[str, Tensor] = dict(model.named_parameters())
         if weights.keys() != compute.keys():
@@ -142,7 +142,7 @@ class FullWeights:
         self._dtypes = compute
         self._copies: dict[str, Tensor] = {}
         self._sharded: Sharded | None = None
-        head = new_value_head(base.hidden_size, width, base.output[0].device) if spec.value_head else {}
+        head = new_value_head(base.hidden_size, width, base.device) if spec.value_head else {}
         self._shapes |= {name: tuple(tensor.shape) for name, tensor in head.items()}
         if ranks.count > 1:
             self._sharded = Sharded(model, self._layers, base.output[0].dtype)

@@ -24,6 +24,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import structlog
+import torch
 import torch.distributed as dist
 from google.protobuf.message import Message
 from torch._C._distributed_c10d import Store, TCPStore
@@ -39,6 +40,7 @@ from opentinkerapi.runtime.reasons import Reason
 log = structlog.get_logger()
 
 FD_VARIABLE = "OPENTINKER_RANK_FD"
+_DEVICE_VARIABLE = "OPENTINKER_RANK_DEVICE"
 _HOST = "127.0.0.1"
 _LENGTH = struct.Struct("<I")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -54,7 +56,9 @@ _MAY_DIFFER = ("Save",)
 class _Worker:
     """One of the other ranks, as rank 0 sees it."""
 
-    def __init__(self, rank: int, count: int, port: int, on_end: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, rank: int, count: int, port: int, device: str, on_end: Callable[[int, int], None]
+    ) -> None:
         """Start it. `on_end` is told rank and exit status, from a thread."""
         self.rank = rank
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,6 +70,7 @@ class _Worker:
             "MASTER_ADDR": _HOST,
             "MASTER_PORT": str(port),
             FD_VARIABLE: str(theirs.fileno()),
+            _DEVICE_VARIABLE: device,
         }
         with theirs:
             self.process = subprocess.Popen(
@@ -115,21 +120,21 @@ class Leader:
     def _together(self, method: str, handler: Handler) -> Callable[[Any], Any]:
         def run(request: Any) -> Any:
             if method == "Load" and request.ranks > 1:
-                self._start(request.ranks)
+                self._start(request.ranks, request.device)
             if not self._workers:
                 return handler.run(request)
             return self._run(method, request, handler)
 
         return run
 
-    def _start(self, count: int) -> None:
+    def _start(self, count: int, device: str) -> None:
         listener = socket.create_server((_HOST, 0))
         port = listener.getsockname()[1]
         store = TCPStore(
             _HOST, port, count, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
         )
-        self._workers = [_Worker(rank, count, port, self._on_end) for rank in range(1, count)]
-        self._handlers.ranks = join(store, 0, count)
+        self._workers = [_Worker(rank, count, port, device, self._on_end) for rank in range(1, count)]
+        self._handlers.ranks = join(store, 0, count, device)
 
     def _on_end(self, rank: int, status: int) -> None:
         self._ended.put((rank, status))
@@ -208,7 +213,7 @@ def run_worker(fd: int) -> None:
     threading.Thread(target=_exit_with, args=(connection.fileno(),), name="leader", daemon=True).start()
     handlers = EngineHandlers()
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, is_master=False)
-    handlers.ranks = join(store, rank, count)
+    handlers.ranks = join(store, rank, count, os.environ[_DEVICE_VARIABLE])
     table = handlers.table()
     while (frame := receive_frame(connection)) is not None:
         handler = table[frame.method]
@@ -225,11 +230,15 @@ def run_worker(fd: int) -> None:
     os._exit(0)
 
 
-def join(store: Store, rank: int, count: int) -> Ranks:
-    """Meet the other ranks."""
+def join(store: Store, rank: int, count: int, device: str = "cpu") -> Ranks:
+    """Meet the other ranks: through NCCL for what lies on GPUs, through gloo for the rest."""
     # All ranks are on this host; a host's own name need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_COLLECTIVE_TIMEOUT)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_COLLECTIVE_TIMEOUT)
     return Ranks(rank, count)
 
 

@@ -71,6 +71,7 @@ class EngineHandlers:
                 model_path=Path(request.model_path),
                 model_id=request.model_id,
                 dtype=request.dtype,
+                device=f"cuda:{self.ranks.rank}" if request.device == "cuda" else "cpu",
                 attention=request.attention,
                 threads=request.threads,
                 compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens),
@@ -91,6 +92,7 @@ class EngineHandlers:
                 name=OUTPUT_LAYER, count=1, in_features=base.hidden_size, out_features=base.vocab_size
             ),
             activation_checkpointing=bool(decoder_layers(base.model)),
+            free_bytes=self._loaded.free_bytes(),
         )
 
     def create_policy(self, request: pb.TrainCreatePolicyRequest) -> pb.TrainCreatePolicyResponse:

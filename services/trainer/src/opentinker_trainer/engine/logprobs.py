@@ -100,8 +100,8 @@ class _FrozenScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         dtype = accumulator(weight.dtype)
-        logprobs = torch.empty(count, dtype=dtype)
-        entropies = torch.empty(count if entropy else 0, dtype=dtype)
+        logprobs = torch.empty(count, dtype=dtype, device=hidden.device)
+        entropies = torch.empty(count if entropy else 0, dtype=dtype, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if wanted and hidden.requires_grad else None
         of_inner = torch.empty_like(inner) if wanted and inner is not None and inner.requires_grad else None
         for start in range(0, count, chunk):
@@ -159,9 +159,9 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         dtype = accumulator(weight.dtype)
-        logprobs = torch.empty(count, dtype=dtype)
-        entropies = torch.empty(count if entropy else 0, dtype=dtype)
-        normalizers = torch.empty(count, dtype=dtype)
+        logprobs = torch.empty(count, dtype=dtype, device=hidden.device)
+        entropies = torch.empty(count if entropy else 0, dtype=dtype, device=hidden.device)
+        normalizers = torch.empty(count, dtype=dtype, device=hidden.device)
         kept: Tensor | None = None
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)

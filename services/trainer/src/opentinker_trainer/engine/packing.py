@@ -95,8 +95,9 @@ def unseen_mask(length: int) -> Tensor:
 def _works(decoder: Any) -> bool:
     vocabulary = decoder.get_input_embeddings().weight.shape[0]
     rows = [torch.arange(start, start + length).remainder(vocabulary) for start, length in ((1, 5), (7, 4))]
-    ids = torch.cat(rows)[None]
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    device = decoder.get_input_embeddings().weight.device
+    ids = torch.cat(rows)[None].to(device)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None].to(device)
     dtype = decoder.get_input_embeddings().weight.dtype
     with torch.no_grad():
         try:

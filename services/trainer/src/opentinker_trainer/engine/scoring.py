@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from opentinker_trainer.domain.plan import PADDING, Layout
@@ -33,14 +34,14 @@ class Scorer:
         decoder = view.decoder
         with self._images(cut, decoder) as inputs:
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
-        rows = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(cut.sources)]
+        rows = hidden.reshape(-1, hidden.shape[-1])[self._tensor(cut.sources)]
         output = view.output
         scores = token_scores(
             rows,
             output.weight,
             output.bias,
-            torch.from_numpy(columns.token_ids[columns.positions(cut)]),
-            torch.from_numpy(columns.temperatures[cut.samples]).to(accumulator(rows.dtype)),
+            self._tensor(columns.token_ids[columns.positions(cut)]),
+            self._tensor(columns.temperatures[cut.samples]).to(accumulator(rows.dtype)),
             chunk=self._logit_rows,
             entropy=True,
             entropy_gradient=entropy_gradient,
@@ -53,27 +54,33 @@ class Scorer:
     @contextmanager
     def _images(self, cut: Layout, decoder: Any) -> Iterator[dict[str, Any]]:
         """What the decoder is called with; within, it sees the layout's images."""
-        ids = torch.from_numpy(cut.token_ids)
+        ids = self._tensor(cut.token_ids)
         if not cut.images:
-            yield {"input_ids": ids, **_attention(cut, self._base.output[0].dtype)}
+            yield {"input_ids": ids, **_attention(cut, self._base.output[0].dtype, self._base.device)}
             return
         assert self._base.vision is not None, "images are refused where there is no vision tower"
         with self._base.vision.placed(cut, decoder) as positions:
+            positions = positions.to(ids.device)
             yield {"input_ids": ids, "position_ids": positions, "attention_mask": None}
 
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        """An array on the model's device."""
+        return torch.from_numpy(array).to(self._base.device)
 
-def _attention(cut: Layout, dtype: torch.dtype) -> dict[str, Any]:
+
+def _attention(cut: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """What tells the model which columns see which; nothing where rows are causal and padded."""
-    segments, positions = torch.from_numpy(cut.segments), torch.from_numpy(cut.position_ids)
+    segments = torch.from_numpy(cut.segments)
+    positions = torch.from_numpy(cut.position_ids).to(device)
     if cut.packed_lengths:
         rows = [
-            PackedRow(part.shape[1], _mask(part, dtype) if bool(part.any()) else None)
+            PackedRow(part.shape[1], _mask(part, dtype).to(device) if bool(part.any()) else None)
             for part in segments.split(cut.packed_lengths, dim=1)
         ]
-        unseen = unseen_mask(segments.shape[1])
+        unseen = unseen_mask(segments.shape[1]).to(device)
         return {"position_ids": positions, "attention_mask": unseen, "packed_rows": rows}
     if cut.shared:
-        return {"position_ids": positions, "attention_mask": _mask(segments, dtype)}
+        return {"position_ids": positions, "attention_mask": _mask(segments, dtype).to(device)}
     return {}
 
 

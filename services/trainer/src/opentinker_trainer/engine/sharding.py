@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -36,17 +37,18 @@ class Sharded:
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == wide else dtype, reduce_dtype=None if dtype == wide else wide
         )
+        self._count = dist.get_world_size()
+        self._rank = dist.get_rank()
+        # Said, because torch would take a GPU that happens to be there.
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self._count,))
         self._root: Any = _Root(model)
-        for layer in layers:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(self._root, mp_policy=policy, reshard_after_forward=True)
+        for module in (*layers, self._root):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 # Denominators are the request's: ranks add, they do not average.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self._count = dist.get_world_size()
-        self._rank = dist.get_rank()
 
     def parts(self) -> dict[str, Tensor]:
         """Name in the model -> this rank's part; written to by the optimizer."""
