@@ -101,6 +101,23 @@ async def test_the_newest_stay_and_what_a_run_goes_on_from(shelf: Shelf) -> None
     await wait_until(only_four, 5, what="objects gone")
 
 
+async def test_a_restarted_trainer_that_saves_again_deletes_nothing_newer(start_rig: Any) -> None:
+    store = MemoryObjectStore()
+    rig = await start_rig({"store": store}, sweep_every_s=0.05)
+    await rig.catalog.RegisterPolicy(register(policy(), attempt=0))
+    shelf = Shelf(rig, store)
+    for name in ("c1", "c2", "c3"):
+        await shelf.save(name, keep=1)
+    assert await shelf.listed() == ["c3"]
+    # Its log is run again from before c1. Objects of c1 and c2 still lie there, then no more.
+    for name in ("c1", "c2", "c3"):
+        await shelf.save(name, keep=1)
+    assert await shelf.listed() == ["c3"]
+    await rig.scheduler.database.run(lambda tx: tx.catalog.forget_objects(f"{POLICY}/checkpoints/c1"))
+    await shelf.save("c1", keep=1)
+    assert await shelf.listed() == ["c3"]
+
+
 async def test_old_ones_expire_but_never_the_newest(shelf: Shelf) -> None:
     past = datetime.now(UTC) - timedelta(seconds=1)
     await shelf.save("c1", expire=past)

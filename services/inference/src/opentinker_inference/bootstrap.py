@@ -156,7 +156,7 @@ class InferenceServer:
             options=job_pb2.ServerOptions(
                 engine=config.engine,
                 dtype=settings.dtype,
-                serving_mode=settings.serving_mode,
+                serving_mode=config.serving_mode,
                 max_lora_rank=settings.max_lora_rank,
                 context_tokens=settings.context_tokens,
             ),

@@ -137,6 +137,14 @@ class CatalogRepository(Protocol):
         """Those whose time is over and that are not the newest of their policy."""
         ...
 
+    def older_checkpoints(self, policy_id: str, count: int, limit: int) -> Sequence[Checkpoint]:
+        """Those of a policy behind its newest `count`, by id."""
+        ...
+
+    def is_discarded(self, prefix: str) -> bool:
+        """Whether objects under a prefix wait to be deleted."""
+        ...
+
     def discard_objects(self, prefix: str, due: datetime) -> None:
         """Have everything under an object key prefix deleted once `due` has passed."""
         ...

@@ -117,6 +117,9 @@ class Catalog:
             if known.sha256 != checkpoint.sha256:
                 raise _taken(checkpoint.name)
             return known
+        if tx.catalog.is_discarded(checkpoint.name):
+            # A restarted trainer runs its log again; what was deleted meanwhile stays deleted.
+            return checkpoint
         checkpoint = tx.catalog.add_checkpoint(checkpoint)
         tx.outbox.add(
             Fact("checkpoint_saved", checkpoint.name, id=f"checkpoint.saved/{checkpoint.name}"), now

@@ -2,7 +2,8 @@
 
 The delay lets who is reading them finish: an export under way, a restore that a trainer runs again. What a
 run's loop state names stays whatever its age, and so does the newest of a policy. By count, a deletion
-happens in the transaction that records the newer checkpoint, so never before that one is complete.
+happens in the transaction that records the newer checkpoint, so never before that one is complete. Of two
+checkpoints of a policy the one with the larger id is newer: trainers number them by operation.
 """
 
 from datetime import datetime, timedelta
@@ -39,11 +40,11 @@ class Retention:
         self._drop(tx, checkpoint)
 
     def keep_newest(self, tx: Transaction, policy_id: str, count: int) -> None:
-        """Delete all but the newest `count` checkpoints of a policy, and those that runs go on from."""
-        newest = tx.catalog.page_checkpoints(policy_id, None, count)
-        if len(newest) < count:
-            return
-        for old in tx.catalog.page_checkpoints(policy_id, newest[-1].seq, _AT_ONCE):
+        """Delete all but the newest `count` checkpoints of a policy, and those that runs go on from.
+
+        Newest is what was saved last, not what was recorded last: a restarted trainer records again.
+        """
+        for old in tx.catalog.older_checkpoints(policy_id, count, _AT_ONCE):
             self._drop_unless_used(tx, old)
 
     def expire(self, tx: Transaction) -> None:

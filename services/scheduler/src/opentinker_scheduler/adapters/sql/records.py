@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, Table, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Table, delete, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from opentinker_scheduler.adapters.sql import tables
@@ -108,10 +108,21 @@ class SqlCatalog:
 
     def expired_checkpoints(self, now: datetime, limit: int) -> Sequence[Checkpoint]:
         table = tables.checkpoints
-        newest = select(func.max(table.c.seq)).group_by(table.c.policy_id)
-        query = select(table).where(table.c.expire_time <= now, table.c.seq.not_in(newest))
+        other = table.alias()
+        newer = select(other.c.seq).where(other.c.policy_id == table.c.policy_id, other.c.id > table.c.id)
+        query = select(table).where(table.c.expire_time <= now, newer.exists())
         query = query.order_by(table.c.expire_time).limit(limit)
         return [Checkpoint(**row._mapping) for row in self._connection.execute(query)]
+
+    def older_checkpoints(self, policy_id: str, count: int, limit: int) -> Sequence[Checkpoint]:
+        table = tables.checkpoints
+        query = select(table).where(table.c.policy_id == policy_id).order_by(table.c.id.desc())
+        query = query.offset(count).limit(limit)
+        return [Checkpoint(**row._mapping) for row in self._connection.execute(query)]
+
+    def is_discarded(self, prefix: str) -> bool:
+        query = select(tables.garbage.c.prefix).where(tables.garbage.c.prefix == prefix)
+        return self._connection.execute(query).one_or_none() is not None
 
     def discard_objects(self, prefix: str, due: datetime) -> None:
         values = {"prefix": prefix, "due_time": due}
