@@ -144,7 +144,7 @@ class TrainerServer:
             self.admission,
             self.holdings,
             engine=settings.engine,
-            dtype=settings.dtype,
+            dtype=settings.forward_dtype or settings.dtype,
             ranks=settings.ranks,
             budget=ByteBudget(settings.max_pending_bytes),
             max_operation_bytes=settings.max_operation_bytes,

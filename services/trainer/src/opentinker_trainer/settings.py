@@ -22,6 +22,9 @@ class TrainerSettings(ServerSettings):
     """`noop` trains nothing: for tests and benchmarks of what is around an engine."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Storage and matrix products of the base model; adapters and logprobs are float32 in any case."""
+    forward_dtype: Literal["", "float32", "bfloat16", "float64"] = ""
+    """Precision of passes; empty: `dtype`. float32 over a base stored in bfloat16 is for jobs whose gap
+    between the logprobs of trainer and sampler asks for it: it costs time, and no memory for weights."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     threads: int = Field(default=0, ge=0)
     """Threads of an engine process; 0: its share of the cores. Part of what decides the bits of a result."""
@@ -77,6 +80,16 @@ class TrainerSettings(ServerSettings):
     """What policies may take beside the base model; 0: half of what is free once that is loaded."""
 
     @model_validator(mode="after")
+    def _check_forward_dtype(self) -> Self:
+        wider = (self.dtype, self.forward_dtype) == ("bfloat16", "float32")
+        if self.forward_dtype not in ("", self.dtype) and not wider:
+            raise ValueError(
+                f"forward_dtype is {self.forward_dtype} over {self.dtype}: it may be the dtype itself, or "
+                "float32 where that is bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         if self.context_parallel != 1:
             raise ValueError(
@@ -89,7 +102,7 @@ class TrainerSettings(ServerSettings):
 
     def weight_bytes(self) -> int:
         """Size of a weight in the forward pass."""
-        return {"float32": 4, "bfloat16": 2, "float64": 8}[self.dtype]
+        return {"float32": 4, "bfloat16": 2, "float64": 8}[self.forward_dtype or self.dtype]
 
     def engine_threads(self) -> int:
         """Of each process."""
@@ -101,6 +114,7 @@ class TrainerSettings(ServerSettings):
             model_path=str(model_path),
             model_id=self.base_model,
             dtype=self.dtype,
+            forward_dtype=self.forward_dtype,
             attention=self.attention,
             threads=self.engine_threads(),
             micro_batch_tokens=self.micro_batch_tokens,

@@ -21,6 +21,7 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
     def make(
         *,
         dtype: str = "float32",
+        forward_dtype: str = "",
         device: str = "cpu",
         attention: str = "sdpa",
         logit_rows: int = 256,
@@ -34,6 +35,7 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
                 tiny_model_dir,
                 "tiny-qwen3-random",
                 dtype=dtype,
+                forward_dtype=forward_dtype,
                 device=device,
                 attention=attention,
                 compute=compute,

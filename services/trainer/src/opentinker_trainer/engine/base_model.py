@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.models import image_settings
 from opentinker_kit.vision import in_tower, model_class
+from opentinker_trainer.engine.forward_dtype import widen
 from opentinker_trainer.engine.numerics import DTYPES
 from opentinker_trainer.engine.vision import Vision
 from opentinkerapi.runtime.reasons import Reason
@@ -26,6 +27,8 @@ class BaseModel:
     path: Path
     """Where it was loaded from."""
     dtype: str
+    forward_dtype: str
+    """Precision of passes; that of the weights, or wider."""
     attention: str
     device: torch.device
     vocab_size: int
@@ -86,20 +89,27 @@ def load_model(path: Path, dtype: torch.dtype, attention: str, device: torch.dev
     return model.to(device)
 
 
-def load_base_model(path: Path, dtype: str, attention: str, device: torch.device) -> BaseModel:
+def load_base_model(
+    path: Path, dtype: str, attention: str, device: torch.device, forward_dtype: str = ""
+) -> BaseModel:
     """Load from a directory, without any network.
 
     ServiceError UNKNOWN_MODEL if it holds no causal language model, UNSUPPORTED_OPTION if its output layer
-    does more than a linear map (soft caps, logit scales), which `token_scores` would miss.
+    does more than a linear map (soft caps, logit scales), which `token_scores` would miss, or if it cannot
+    compute in `forward_dtype` (by default `dtype`).
     """
     model = load_model(path, DTYPES[dtype], attention, device)
     model.requires_grad_(False)
+    forward_dtype = forward_dtype or dtype
+    if forward_dtype != dtype:
+        widen(model, decoder_of(model), DTYPES[forward_dtype])
     config = model.config.get_text_config()
     settings = image_settings(path)
     base = BaseModel(
         model,
         path,
         dtype,
+        forward_dtype,
         attention,
         device,
         vocab_size=int(config.vocab_size),
@@ -154,7 +164,8 @@ def _check_output_layer(base: BaseModel) -> None:
     with torch.no_grad():
         expected = base.model(input_ids=ids, use_cache=False).logits.float()
         hidden = base.decoder(input_ids=ids, use_cache=False).last_hidden_state
-        given = nn.functional.linear(hidden, weight, bias).float()
+        bias = None if bias is None else bias.to(hidden.dtype)
+        given = nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float()
     error = float((expected - given).abs().max())
     if not error <= _OUTPUT_TOLERANCE * max(1.0, float(expected.abs().max())):
         text = (

@@ -43,6 +43,8 @@ class EngineSettings:
     model_path: Path
     model_id: str
     dtype: str = "float32"
+    forward_dtype: str = ""
+    """Precision of passes; empty: `dtype`."""
     attention: str = "sdpa"
     device: str = "cpu"
     threads: int = 1
@@ -72,7 +74,11 @@ class TorchEngine:
         transformers.utils.logging.disable_progress_bar()
         self._settings = settings
         self.base: BaseModel = load_base_model(
-            settings.model_path, settings.dtype, settings.attention, torch.device(settings.device)
+            settings.model_path,
+            settings.dtype,
+            settings.attention,
+            torch.device(settings.device),
+            settings.forward_dtype,
         )
         self._ranks = ranks or Ranks()
         self._bank = AdapterBank(self.base, self._ranks, settings.model_id)

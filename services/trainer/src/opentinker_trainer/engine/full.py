@@ -23,7 +23,7 @@ from opentinker_trainer.engine.base_model import BaseModel, decoder_of, load_mod
 from opentinker_trainer.engine.checkpointing import decoder_layers, recomputing
 from opentinker_trainer.engine.model_files import ModelFiles
 from opentinker_trainer.engine.model_view import OutputLayer, ResultT, ValueHead
-from opentinker_trainer.engine.numerics import accumulator
+from opentinker_trainer.engine.numerics import DTYPES, accumulator
 from opentinker_trainer.engine.optimizer import global_norm
 from opentinker_trainer.engine.ranks import Ranks
 from opentinker_trainer.engine.sharding import Sharded
@@ -145,13 +145,13 @@ class FullWeights:
         head = new_value_head(base.hidden_size, width, base.device) if spec.value_head else {}
         self._shapes |= {name: tuple(tensor.shape) for name, tensor in head.items()}
         if ranks.count > 1:
-            self._sharded = Sharded(model, self._layers, base.output[0].dtype)
+            self._sharded = Sharded(model, self._layers, DTYPES[base.forward_dtype])
             masters = self._sharded.parts()
             self.view: _CopyView = _ShardedView(model, self._sharded, head)
         else:
             # What the optimizer moves: the model's own weights, unless it gets narrower copies of them.
             masters = {name: weight.detach() for name, weight in masters.items()}
-            self._copies = self._narrow(compute)
+            self._copies = self._narrow(compute) if base.forward_dtype == base.dtype else {}
             trained = {name: weights[name] for name in masters}
             self.view = _CopyView(model, trained | head, value_head_of(head))
         self.parameters: dict[str, Tensor] = dict(sorted((masters | head).items()))

@@ -71,6 +71,7 @@ class EngineHandlers:
                 model_path=Path(request.model_path),
                 model_id=request.model_id,
                 dtype=request.dtype,
+                forward_dtype=request.forward_dtype,
                 device=f"cuda:{self.ranks.rank}" if request.device == "cuda" else "cpu",
                 attention=request.attention,
                 threads=request.threads,

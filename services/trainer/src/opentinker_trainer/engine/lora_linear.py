@@ -21,7 +21,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
         inner = x.to(a.dtype) @ a.T
-        output = functional.linear(x, weight, bias)
+        output = functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         ctx.save_for_backward(x, weight, a, b, inner)
         ctx.scale = scale
         if output.dtype == b.dtype:
@@ -41,7 +41,7 @@ class _LoraLinear(torch.autograd.Function):
         if of_b:
             grad_b = (exact.T @ inner).mul_(ctx.scale)
         if of_x:
-            grad_x = grad @ weight
+            grad_x = grad @ weight.to(grad.dtype)
             if grad_x.dtype == a.dtype:
                 grad_x.addmm_(of_inner, a)
             else:

@@ -13,7 +13,7 @@ from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Columns
 from opentinker_trainer.engine.logprobs import TokenScores, token_scores
 from opentinker_trainer.engine.model_view import ModelView
-from opentinker_trainer.engine.numerics import accumulator
+from opentinker_trainer.engine.numerics import DTYPES, accumulator
 from opentinker_trainer.engine.packing import PackedRow, unseen_mask
 
 
@@ -38,8 +38,8 @@ class Scorer:
         output = view.output
         scores = token_scores(
             rows,
-            output.weight,
-            output.bias,
+            output.weight.to(rows.dtype),
+            None if output.bias is None else output.bias.to(rows.dtype),
             self._tensor(columns.token_ids[columns.positions(cut)]),
             self._tensor(columns.temperatures[cut.samples]).to(accumulator(rows.dtype)),
             chunk=self._logit_rows,
@@ -56,7 +56,7 @@ class Scorer:
         """What the decoder is called with; within, it sees the layout's images."""
         ids = self._tensor(cut.token_ids)
         if not cut.images:
-            yield {"input_ids": ids, **_attention(cut, self._base.output[0].dtype, self._base.device)}
+            yield {"input_ids": ids, **_attention(cut, DTYPES[self._base.forward_dtype], self._base.device)}
             return
         assert self._base.vision is not None, "images are refused where there is no vision tower"
         with self._base.vision.placed(cut, decoder) as positions:
