@@ -22,7 +22,7 @@ from opentinker_kit.models import image_settings
 from opentinker_kit.testing.vision import png
 from opentinker_trainer import wire
 from opentinker_trainer.domain.losses import Component, Ppo
-from opentinker_trainer.domain.plan import PlanSettings
+from opentinker_trainer.domain.plan import PlanSettings, plan
 from opentinker_trainer.domain.samples import Limits, Sample, check_samples
 from opentinker_trainer.domain.tuning import AdamWStep, FullSpec, LoraSpec
 from opentinker_trainer.engine.compute import ComputeSettings
@@ -167,6 +167,18 @@ def test_any_cut_gives_the_same_loss_and_gradient(make: MakeEngine, settings: Im
         assert output.loss_sums["main"] == pytest.approx(expected.loss_sums["main"], rel=1e-5), cut
         for score, other in zip(output.scores, expected.scores, strict=True):
             np.testing.assert_allclose(score.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_rows_with_images_share_nothing_and_are_not_packed(settings: ImageSettings) -> None:
+    """A group of one picture included: its rows have the same ids, and so would rows of another picture."""
+    rows = [message(settings, 20, RED, 3, seed=1, answer=2) for _ in range(3)]
+    rows += [message(settings, 20, seed=2, answer=2) for _ in range(3)]
+    samples = wire.samples_of(rows, settings)
+    batches = plan(samples, range(6), PlanSettings(share_prefix=True, pack=True))
+    members = [row.members for each in batches for row in each.rows]
+    assert sorted(members) == [(0,), (1,), (2,), (3, 4, 5)]
+    for each in batches:
+        assert not (each.packed and any(samples[i].images for row in each.rows for i in row.members))
 
 
 def test_activations_can_be_computed_again(make: MakeEngine, settings: ImageSettings) -> None:
