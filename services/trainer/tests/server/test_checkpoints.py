@@ -16,8 +16,9 @@ from services.trainer.tests.server.harness import DONE, FAILED, Client, TrainerP
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import S3ObjectStore
 from opentinker_kit.settings import S3Settings
-from opentinkerapi.runtime.errors import OpenTinkerError
+from opentinkerapi.runtime.errors import OpenTinkerError, from_status_data
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.status import decode
 
 KILLS = 20
 
@@ -55,6 +56,13 @@ async def test_checkpoints_and_versions(trainers: StartTrainer, bucket: S3Settin
         await learn(client)
         restored = (await client.done(await client.restore(saved.name))).restore_checkpoint
         assert restored.step == 2
+        # Refused by name, with weights, optimizer and waiting gradient as they were.
+        for name, reason, says in await wrong_checkpoints(objects, saved.name):
+            failed = await client.result((await client.restore(name)).seq)
+            assert failed.state == FAILED
+            error = from_status_data(decode(failed.error))
+            assert (error.reason, error.field) == (reason, "checkpoint"), error
+            assert says in error.message
         await client.done(await client.step([half.seq]))
         assert await weights(client) == expected
 
@@ -91,6 +99,33 @@ async def test_checkpoints_and_versions(trainers: StartTrainer, bucket: S3Settin
         await objects.put(key, bytes(data))
         damaged = await client.result((await client.restore(saved.name)).seq)
         assert "not what was recorded" in damaged.error.message
+
+
+async def wrong_checkpoints(objects: S3ObjectStore, name: str) -> list[tuple[str, Reason, str]]:
+    """Copies of a checkpoint that differ in one thing; the reason of the refusal and what it says."""
+    manifest = json.loads(await objects.get(f"{name}/manifest.json"))
+    contents = {f["name"]: await objects.get(f"{name}/{f['name']}") for f in manifest["files"]}
+
+    async def write(copy: str, files: dict[str, bytes], facts: dict[str, object]) -> str:
+        prefix = f"policies/copy/checkpoints/{copy}"
+        for file, data in files.items():
+            await objects.put(f"{prefix}/{file}", data)
+        await objects.put(f"{prefix}/manifest.json", json.dumps(manifest | facts).encode())
+        return prefix
+
+    cases = [("policies/copy/checkpoints/none", Reason.CHECKPOINT_NOT_FOUND, "no checkpoint")]
+    for number, file in enumerate(sorted(contents)):
+        flipped = bytes([contents[file][0] ^ 1, *contents[file][1:]])
+        made = await write(f"flipped{number}", contents | {file: flipped}, {})
+        cases.append((made, Reason.DIGEST_MISMATCH, f"{file} is not what was recorded"))
+    other = await write("other", contents, {"base_digest": "0" * 64, "base_model": "another"})
+    cases.append((other, Reason.INVALID_WEIGHTS, "other base weights (another)"))
+    torn = await write("torn", contents, {"sha256": "0" * 64})
+    cases.append((torn, Reason.DIGEST_MISMATCH, "manifest"))
+    part = {file: data for file, data in contents.items() if file != "optimizer.safetensors"}
+    half = await write("half", part, {})
+    cases.append((half, Reason.DIGEST_MISMATCH, "optimizer.safetensors is recorded and not there"))
+    return cases
 
 
 async def check_version(objects: S3ObjectStore, key: str, sha256: str) -> None:

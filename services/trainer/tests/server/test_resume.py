@@ -14,7 +14,9 @@ from services.trainer.tests.server.harness import Client, TrainerProcess, pb
 
 from opentinker_kit.objects import S3ObjectStore
 from opentinker_kit.settings import S3Settings
+from opentinker_kit.testing import wait_until
 from opentinkerapi.catalog.v1 import policy_pb2
+from opentinkerapi.runtime.errors import OpenTinkerError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,11 +34,20 @@ async def test_killed_after_five_steps_and_a_half(
     process = trainers(recovery_every_steps=3, **({"ranks": ranks} if ranks > 1 else {}))
     await process.start()
 
-    async def killed() -> None:
-        process.kill()
-        await process.start()
-
     async with process.client() as client:
+
+        async def held() -> bool:
+            try:
+                await client.call("GetPolicy", pb.GetPolicyRequest(policy=client.policy))
+            except OpenTinkerError:
+                return False
+            return True
+
+        async def killed() -> None:
+            process.kill()
+            await process.start()
+            await wait_until(held, 60, what="the policy is back")
+
         straight = await train(process, client, tuning, "straight")
         broken = await train(process, client, tuning, "broken", killed)
         objects = S3ObjectStore(bucket)

@@ -38,6 +38,7 @@ _INLINE_RESULT_BYTES = 8 * 2**20
 """Per-token results beyond this go into a blob: a message holds 16 MiB."""
 
 _FOR_EVER_S = float("inf")
+_ABOUT_WEIGHTS = (Reason.CHECKPOINT_NOT_FOUND, Reason.DIGEST_MISMATCH, Reason.INVALID_WEIGHTS)
 
 Samples = list[train_sample_pb2.TrainSample]
 
@@ -58,6 +59,17 @@ async def samples_of(store: PolicyStore, chunks: Sequence[trainer_service_pb2.Sa
             del samples[index].chunks[:]
             samples[index].chunks.extend(fetched)
     return samples
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Have a refusal name the field of the request that is to blame, where it names none."""
+    try:
+        yield
+    except ServiceError as error:
+        if error.reason in _ABOUT_WEIGHTS and not error.field:
+            raise ServiceError(error.reason, error.message, field=field, metadata=error.metadata) from error
+        raise
 
 
 def write_state(policy: HeldPolicy, directory: Path) -> None:
@@ -151,7 +163,7 @@ class Executor:
         if kind == "publish_weights" and known is not None:
             policy.state = policy.state.published(known.publish_weights.version.version)
             return True
-        if kind == "forward" or (kind == "save_checkpoint" and known is not None):
+        if kind in ("forward", "save_checkpoint"):
             return True
         return await self.run(engine, policy, logged, begun=begun) is not None
 
@@ -292,22 +304,26 @@ class Executor:
         done.engine_time.FromTimedelta(engine_time)
 
     async def load_checkpoint(
-        self, engine: Engine, policy: HeldPolicy, checkpoint: str, *, weights_only: bool
+        self,
+        engine: Engine,
+        policy: HeldPolicy,
+        checkpoint: str,
+        *,
+        weights_only: bool,
+        field: str = "checkpoint",
     ) -> tuple[int, tuple[int, ...], timedelta]:
         """Replace the engine's state by a checkpoint's; step, open seqs and time.
 
         The accumulated gradient of another policy's checkpoint is left out: its seqs mean nothing here.
         """
         owner = checkpoint_policy(checkpoint)
-        with self._scratch() as directory:
+        with self._scratch() as directory, _naming(field):
             manifest = await patiently(self._clock, lambda: self._store.fetch_set(checkpoint, directory))
             if manifest is None:
-                raise ServiceError(
-                    Reason.CHECKPOINT_NOT_FOUND, f"there is no checkpoint {checkpoint}", field="checkpoint"
-                )
+                raise ServiceError(Reason.CHECKPOINT_NOT_FOUND, f"there is no checkpoint {checkpoint}")
             if manifest.facts.get("base_digest") != policy.record.policy.base_digest:
                 text = f"{checkpoint} was made on other base weights ({manifest.facts.get('base_model')})"
-                raise ServiceError(Reason.INVALID_WEIGHTS, text, field="checkpoint")
+                raise ServiceError(Reason.INVALID_WEIGHTS, text)
             drop_gradient = weights_only or owner != policy.name
             restored = await engine.restore(
                 policy.name, directory, weights_only=weights_only, drop_gradient=drop_gradient
@@ -319,7 +335,7 @@ class Executor:
     async def import_weights(self, engine: Engine, policy: HeldPolicy) -> None:
         """Replace the engine's weights by those that a policy was made from; all of them or none."""
         record = policy.record
-        with self._scratch() as directory:
+        with self._scratch() as directory, _naming("import_files"):
             await patiently(
                 self._clock,
                 lambda: fetch_import(

@@ -158,8 +158,10 @@ class PolicyStore:
                     raise
                 text = f"{prefix}/{file.name} is recorded and not there"
                 raise ServiceError(Reason.DIGEST_MISMATCH, text) from error
-        if await describe_files(directory, [file.name for file in manifest.files]) != manifest.files:
-            raise ServiceError(Reason.DIGEST_MISMATCH, f"files of {prefix} are not what was recorded")
+        described = await describe_files(directory, [file.name for file in manifest.files])
+        other = sorted(file.name for file in set(described) ^ set(manifest.files))
+        if other:
+            raise ServiceError(Reason.DIGEST_MISMATCH, f"{prefix}/{other[0]} is not what was recorded")
         return manifest
 
     async def recovery_seqs(self, policy: str) -> list[int]:

@@ -255,7 +255,9 @@ class Trainer:
     async def _first_version(self, engine: Engine, policy: HeldPolicy) -> None:
         checkpoint = policy.record.from_checkpoint
         if checkpoint:
-            step, _, _ = await self._executor.load_checkpoint(engine, policy, checkpoint, weights_only=False)
+            step, _, _ = await self._executor.load_checkpoint(
+                engine, policy, checkpoint, weights_only=False, field="from_checkpoint"
+            )
             policy.state = PolicyState(step=step)
             policy.steps_at_recovery = step
         elif policy.record.import_files:
