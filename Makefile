@@ -50,9 +50,9 @@ evidence: setup ## Measure one claim, e.g. CASE=demo; writes docs/evidence/
 demo: setup ## Train SmolLM2-135M-Instruct to add and subtract, on this machine (ARGS="--seed 1")
 	$(BIN)/opentinker demo $(ARGS)
 
-bench: setup ## Run one benchmark, e.g. BENCH=overhead; prints JSON lines
+bench: setup ## Run one benchmark, e.g. BENCH=overhead ARGS="--pairs 3"; prints JSON lines
 	@test -n "$(BENCH)" || { $(BIN)/python -m benchmarks --list; exit 2; }
-	@$(BIN)/python -m benchmarks $(BENCH)
+	@$(BIN)/python -m benchmarks $(BENCH) $(ARGS)
 
 up: setup ## Start the embedded stack; it stays up
 	$(BIN)/opentinker up

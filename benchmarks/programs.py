@@ -15,6 +15,7 @@ class Program:
 
     def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         """Start `python -m benchmarks.<module>` and wait until it says that it is ready."""
+        self._module = module
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"benchmarks.{module}", *arguments],
             stdin=subprocess.PIPE,
@@ -48,7 +49,7 @@ class Program:
             if line.startswith("{"):
                 answer: dict[str, float] = json.loads(line)
                 return answer
-        raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}")
+        raise RuntimeError(f"{self._module} ended with status {self._process.wait()}")
 
     def close(self) -> None:
         assert self._process.stdin is not None

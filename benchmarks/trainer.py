@@ -12,7 +12,7 @@ A case may need more time than one run gives it; then the same command goes on (
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.pairs import Options, measure
@@ -23,7 +23,7 @@ from benchmarks.train_trl import ensure_trl, recorded_rows
 
 MODEL = "smollm2-135m-instruct"
 DTYPE = "float32"
-ROWS = {"equal": equal_rows, "ragged": ragged_rows}
+ROWS: dict[str, Callable[[], list[TrainRow]]] = {"equal": equal_rows, "ragged": ragged_rows}
 DEFAULT_CASES = ("equal", "ragged", "trl")
 PLAIN = "plain loop: transformers, AdamW, micro-batches of 8 rows in arrival order"
 TRL = "TRL GRPOTrainer, its training step"
