@@ -1,5 +1,5 @@
 """Reinforcement learning of a model that our own supervised tuning has warmed up: what two cases of evidence
-share. The warm-up teaches the form of an answer and a poor sense of sums: most of its labels are wrong.
+share. The warm-up teaches the form of an answer and a poor sense of sums: half of its labels are wrong.
 """
 
 import random
@@ -17,8 +17,8 @@ SEEDS = (0, 1, 2)
 GAIN = 0.25
 """What the held-out score must rise by."""
 RANGE = {"min": 2, "max": 20}
-CHATS = 320
-WRONG = 0.6
+CHATS = 640
+WRONG = 0.5
 """Share of the labels that are off."""
 EDGE_STEPS = 5
 SAMPLING = ot.SamplingParams(temperature=1.0, max_tokens=8)
@@ -66,6 +66,8 @@ def learn(
             epochs=1,
             batch_size=16,
             learning_rate=warm_rate,
+            warmup=3,
+            decay="linear",
             checkpoint_every=CHATS // 16,
             seed=seed,
             run_dir=folder / f"warm-{seed}",

@@ -3,7 +3,7 @@ each of three seeds.
 
 As full_grpo, but with LoRA adapters: one is the policy, another, with a value head, its critic; both start
 from the supervised checkpoint. Episodes are not compared with each other: advantages are those of GAE, and
-four optimizer steps learn from each batch, with clipped policy and value losses.
+two optimizer steps learn from each batch, with clipped policy and value losses.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import opentinker as ot
 from scripts.evidence_cases import Progress
 from scripts.warmed_up import GAIN, SEEDS, learn
 
-STEPS = 30
+STEPS = 35
 
 
 def run(progress: Progress) -> dict[str, object]:
@@ -23,11 +23,11 @@ def run(progress: Progress) -> dict[str, object]:
                 learn,
                 seed,
                 progress.folder,
-                algorithm=ot.ActorCritic(critic=ot.Critic(warmup=2), epochs=2, mini_batches=2),
+                algorithm=ot.ActorCritic(critic=ot.Critic(warmup=2), mini_batches=2),
                 tuning=ot.LoRA(rank=16, alpha=32),
                 warm_rate=4e-4,
                 rate=ot.schedules.Linear(3e-4, STEPS),
-                groups_per_step=64,
+                groups_per_step=48,
                 steps=STEPS,
             ),
         )

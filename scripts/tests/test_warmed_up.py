@@ -1,4 +1,4 @@
-"""What the warm-up learns from: never what is held out, and labels of which most are wrong."""
+"""What the warm-up learns from: never what is held out, and labels of which half are wrong."""
 
 import re
 
