@@ -4,6 +4,7 @@ share. The warm-up teaches the form of an answer and a poor sense of sums: half 
 
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -58,7 +59,9 @@ def learn(
     steps: int,
 ) -> dict[str, float]:
     """Warm up, then learn; the held-out scores before and after, and what the way between looked like."""
-    with ot.connect(state_dir=folder / f"stack-{seed}", progress=True):
+    stack = folder / f"stack-{seed}"
+    shutil.rmtree(stack, ignore_errors=True)  # of a run that was stopped
+    with ot.connect(state_dir=stack, progress=True):
         warm = ot.sft(
             chats(seed),
             MODEL,
@@ -90,6 +93,8 @@ def learn(
             run_dir=folder / f"run-{seed}",
             progress=True,
         )
+    # Every version of all weights: tens of gigabytes, and of no more use.
+    shutil.rmtree(stack)
     before, after = result.evaluations[0][1], result.evaluations[-1][1]
     seconds = [row["timing_s/step"] for row in result.metrics]
     return {
