@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import opentinker as ot
+from opentinker.cli.app import app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -108,6 +110,16 @@ def test_the_same_logprobs_everywhere(cluster: ot.Cluster, tiny_model_dir: Path,
     with pytest.raises(ot.errors.FailedPrecondition, match="lm_head"):
         output.sample(PROMPT, PARAMS).result()
     assert base.sample(PROMPT, PARAMS).result()
+
+    # From the command line, by name, attached to the same stack.
+    name = f"{base.name}/versions/0"
+    command = ["export", name, str(tmp_path / "cli"), "--state-dir", str(cluster.state_dir)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / "cli").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
     # An export is whole or not there, and never over something else.
     with pytest.raises(ot.errors.AlreadyExists):

@@ -32,6 +32,8 @@ from opentinkerapi.runtime.reasons import Reason
 log = structlog.get_logger()
 
 _RETRY_UPLOAD_S = 2.0
+_MODELS_ON_THEIR_WAY = 2
+"""Of a policy whose versions are whole models, how many may be uploading when the next is published."""
 _KEPT_MODELS = 2
 """Of a policy whose versions are whole models, how many stay on this host at most."""
 
@@ -65,6 +67,10 @@ class Publisher:
         self, engine: Engine, policy: HeldPolicy, seq: int, number: int
     ) -> tuple[policy_pb2.PolicyVersion, timedelta]:
         """Publish the engine's weights as version `number`, or a later one if that is taken by others."""
+        if policy.record.policy.tuning.HasField("full"):
+            while len(policy.uploads) >= _MODELS_ON_THEIR_WAY:
+                # Whole models would fill the disk faster than they leave it.
+                await asyncio.wait(policy.uploads.values(), return_when=asyncio.FIRST_COMPLETED)
         directory, files, engine_time = await self._export(engine, policy, seq)
         while True:
             version = await patiently(self._clock, partial(self._claim, policy, directory, files, number))
