@@ -83,7 +83,9 @@ def test_every_version_is_what_the_trainer_has(
         learn(policy)
         assert (policy.version, policy.step) == (3, 3)
         assert largest_gap(policy, policy.sample(PROMPT, PARAMS, n=4, seed=100).result()) < bound
-    exported = policy.export(tmp_path / "exported").result()
+    # Of a version with one engine, of a checkpoint with the other.
+    saved = policy.save_checkpoint(keep=1).result() if engine == "transformers" else None
+    exported = policy.export(tmp_path / "exported", saved).result()
     rows = [ot.TrainSample(token_ids=[*PROMPT, 7, 8, 9], loss_mask=[0] * len(PROMPT) + [1] * 3)]
     (want,) = policy.forward(rows).result().logprobs
     cluster.wait(policy.job.finish())

@@ -52,6 +52,7 @@ class MergingWorker:
             raise RuntimeError("nothing was staged")
         dtype: torch.dtype = self.vllm_config.model_config.dtype
         changed: tuple[str, ...] = ()
+        whole = isinstance(staged, PristineBase)
         if isinstance(staged, PristineBase):
             tensors = staged.cast(staged.names(), dtype)
         else:
@@ -69,8 +70,9 @@ class MergingWorker:
 
         with torch.inference_mode():
             self.model_runner.reload_weights(weights_iterator=counted())
-            self._pack_output_again()
-        self._opentinker_replaced = isinstance(staged, PristineBase)
+            if whole or self._opentinker_replaced:
+                self._pack_output_again()
+        self._opentinker_replaced = whole
         self._opentinker_dirty = changed
         self._opentinker_staged = None
         return written

@@ -239,13 +239,13 @@ class Trainer:
             await engine.create_policy(name, spec, request.seed)
             try:
                 await self._first_version(engine, policy)
+                policy.applied_seq, policy.holder = 0, engine
+                if record.from_checkpoint or record.import_files:
+                    # What it started from may be deleted from here on.
+                    await self._recovery.save(engine, policy)
             except BaseException:
                 await self._drop_from_engine(policy)
                 raise
-            policy.applied_seq, policy.holder = 0, engine
-            if record.from_checkpoint or record.import_files:
-                # What it started from may be deleted from here on.
-                await self._recovery.save(engine, policy)
         await self._recovery.flush(policy)
         if not await self._store.write_record(record):
             # Another server was faster; what it wrote is what was promised.
