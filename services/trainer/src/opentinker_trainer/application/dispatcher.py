@@ -204,7 +204,8 @@ class Dispatcher:
         except ServiceError as error:
             if error.reason is Reason.ENGINE_CRASHED:
                 policy.crashes[seq] = running.crashes + 1
-                log.warning("the engine died", policy=policy.name, seq=seq, crashes=policy.crashes[seq])
+                count = policy.crashes[seq]
+                log.warning("the engine died", policy=policy.name, seq=seq, crashes=count, why=error.message)
             raise
         finally:
             ended.set()
