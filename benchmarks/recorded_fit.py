@@ -85,6 +85,8 @@ def main() -> int:
             steps=len(recording.prompts),
             learning_rate=2e-4,
             sampling=ot.SamplingParams(temperature=1.0, max_tokens=recording.new_tokens, ignore_eos=True),
+            # No-op engines agree about nothing.
+            logprob_check=not arguments.noop,
             split="train",
             shuffle=False,
             run_dir=arguments.work_dir / "run",
