@@ -15,15 +15,16 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.pairs import Options, measure
+from benchmarks.pairs import Options, forget, measure
 from benchmarks.programs import Program
 from benchmarks.results import Result, paired
 from benchmarks.train_rows import equal_rows, write_rows
 
 MODEL = "smollm2-135m-instruct"
 POLICIES = 8
-ROWS, LENGTH = 4, 96
+ROWS, LENGTH = 4, 48
 SAMPLE_S = 0.25
+MEMORY_REPS = 3
 BASELINE = "eight processes with one thread each: transformers, peft, AdamW"
 CASES = ("throughput", "memory")
 
@@ -71,37 +72,43 @@ def run(options: Options) -> Iterable[Result]:
     model_dir = resolve_model(MODEL, model_roots=[]).path
     cores = str(len(os.sched_getaffinity(0)))
     rows = equal_rows(ROWS, LENGTH)
-    with tempfile.TemporaryDirectory(prefix="ot-rows-") as directory, ExitStack() as stack:
-        path = Path(directory) / "rows.json"
+
+    def start(stack: ExitStack) -> tuple[list[Program], list[Program]]:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ot-rows-"))) / "rows.json"
         write_rows(rows, path)
-        shared = ["--rows", str(path)]
 
         def program(module: str, threads: str, *arguments: str) -> Program:
             env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-            return stack.enter_context(Program(module, *shared, "--threads", threads, *arguments, env=env))
+            made = Program(module, "--rows", str(path), "--threads", threads, *arguments, env=env)
+            return stack.enter_context(made)
 
+        plain = ("--model-dir", str(model_dir), "--micro-batch-rows", str(ROWS))
         server = program("train_ours", cores, "--policies", str(POLICIES))
-        others = [
-            program("train_plain", "1", "--model-dir", str(model_dir), "--micro-batch-rows", str(ROWS))
-            for _ in range(POLICIES)
-        ]
-        if options.wants("throughput"):
-            yield measure(
-                options,
-                "multilora",
-                "throughput",
-                lambda: _together([server]),
-                lambda: _together(others),
-                baseline=BASELINE,
-                work=POLICIES * sum(len(row.token_ids) for row in rows),
-                unit="tokens_per_s",
-            )
-        if options.wants("memory"):
-            ours, theirs = [], []
-            for _ in range(min(options.pairs, 3)):
-                ours.append(_peak_of([server.pid], lambda: _together([server])))
-                theirs.append(_peak_of([other.pid for other in others], lambda: _together(others)))
-            yield paired("multilora", "memory", ours, theirs, baseline=BASELINE, unit="pss_mib")
+        return [server], [program("train_plain", "1", *plain) for _ in range(POLICIES)]
+
+    def sides(stack: ExitStack) -> tuple[Callable[[], float], Callable[[], float]]:
+        server, others = start(stack)
+        return lambda: _together(server), lambda: _together(others)
+
+    if options.wants("throughput"):
+        yield measure(
+            options,
+            "multilora",
+            "throughput",
+            sides,
+            baseline=BASELINE,
+            work=POLICIES * sum(len(row.token_ids) for row in rows),
+            unit="tokens_per_s",
+        )
+    if options.wants("memory"):
+        ours, theirs = [], []
+        with ExitStack() as stack:
+            server, others = start(stack)
+            for _ in range(min(options.pairs, MEMORY_REPS)):
+                ours.append(_peak_of(server))
+                theirs.append(_peak_of(others))
+        yield paired("multilora", "memory", ours, theirs, baseline=BASELINE, unit="pss_mib")
+    forget("multilora", CASES)
 
 
 def _together(programs: Sequence[Program]) -> float:
@@ -111,7 +118,8 @@ def _together(programs: Sequence[Program]) -> float:
     return max(program.receive()["seconds"] for program in programs)
 
 
-def _peak_of(pids: Sequence[int], work: Callable[[], object]) -> float:
-    with _Peak(pids) as peak:
-        work()
+def _peak_of(programs: Sequence[Program]) -> float:
+    """The most memory during a step of all at once, in MiB."""
+    with _Peak([program.pid for program in programs]) as peak:
+        _together(programs)
     return round(peak.mib, 1)

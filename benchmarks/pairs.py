@@ -9,7 +9,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,12 +57,15 @@ def _notes(bench: str, case: str) -> Path:
     return folder / f"{bench}-{case}.json"
 
 
+Sides = Callable[[ExitStack], tuple[Callable[[], float], Callable[[], float]]]
+"""Starts what is measured: two functions that do the same work and return its seconds, ours and theirs."""
+
+
 def measure(
     options: Options,
     bench: str,
     case: str,
-    ours: Callable[[], float],
-    theirs: Callable[[], float],
+    sides: Sides,
     *,
     baseline: str,
     work: float,
@@ -71,6 +75,7 @@ def measure(
     """How fast we are over how fast they are: medians of interleaved pairs of seconds for the same `work`.
 
     Unfinished if the time was not enough. The order within a pair alternates. `raw` holds work per second.
+    Nothing is started where all pairs are known.
     """
     notes = _notes(bench, case)
     digest = _digest()
@@ -78,21 +83,31 @@ def measure(
     if notes.exists():
         noted = json.loads(notes.read_text())
         kept = noted["pairs"] if noted["digest"] == digest else []
-    if warm_up and len(kept) < options.pairs:
-        ours()
-        theirs()
-    began = False
-    while len(kept) < options.pairs:
-        if began and options.time_is_over():
-            raise Unfinished(f"{bench}/{case}: {len(kept)} of {options.pairs} pairs; run it again to go on")
-        first, second = (ours, theirs) if len(kept) % 2 == 0 else (theirs, ours)
-        times = [first(), second()]
-        pair = times if first is ours else times[::-1]
-        began = True
-        print(f"{bench}/{case}: ours {pair[0]:.2f} s, theirs {pair[1]:.2f} s", file=sys.stderr)
-        kept.append(pair)
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        notes.write_text(json.dumps({"digest": digest, "pairs": kept}))
-    notes.unlink(missing_ok=True)
+    if len(kept) < options.pairs:
+        with ExitStack() as stack:
+            ours, theirs = sides(stack)
+            if warm_up:
+                ours()
+                theirs()
+            began = False
+            while len(kept) < options.pairs:
+                if began and options.time_is_over():
+                    done = f"{bench}/{case}: {len(kept)} of {options.pairs} pairs"
+                    raise Unfinished(f"{done}; run it again to go on")
+                began = True
+                first, second = (ours, theirs) if len(kept) % 2 == 0 else (theirs, ours)
+                times = [first(), second()]
+                pair = times if first is ours else times[::-1]
+                print(f"{bench}/{case}: ours {pair[0]:.2f} s, theirs {pair[1]:.2f} s", file=sys.stderr)
+                kept.append(pair)
+                notes.parent.mkdir(parents=True, exist_ok=True)
+                notes.write_text(json.dumps({"digest": digest, "pairs": kept}))
+    kept = kept[: options.pairs]
     mine, other = ([round(work / pair[side], 2) for pair in kept] for side in (0, 1))
     return paired(bench, case, mine, other, baseline=baseline, unit=unit, better="higher")
+
+
+def forget(bench: str, cases: Iterable[str]) -> None:
+    """The cases are finished: the next run measures anew."""
+    for case in cases:
+        _notes(bench, case).unlink(missing_ok=True)

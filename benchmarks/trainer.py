@@ -13,9 +13,10 @@ A case may need more time than one run gives it; then the same command goes on (
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.pairs import Options, measure
+from benchmarks.pairs import Options, forget, measure
 from benchmarks.programs import Program
 from benchmarks.results import Result
 from benchmarks.train_rows import TrainRow, equal_rows, ragged_rows, write_rows
@@ -33,14 +34,18 @@ def run(options: Options) -> Iterable[Result]:
     from opentinker_kit.models import resolve_model
 
     model_dir = resolve_model(MODEL, model_roots=[]).path
-    for case in sorted(options.cases or DEFAULT_CASES):
+    cases = sorted(options.cases or DEFAULT_CASES)
+    for case in cases:
         kind, _, tuning = case.partition("_")
         if kind not in (*ROWS, "trl") or tuning not in ("", "full") or (kind, tuning) == ("trl", "full"):
             raise SystemExit(f"unknown case {case!r}")
+    for case in cases:
+        kind, _, tuning = case.partition("_")
         if kind == "trl":
             ensure_trl()
         rows = recorded_rows() if kind == "trl" else ROWS[kind]()
         yield _case(options, case, rows, model_dir, tuning or "lora", trl=kind == "trl")
+    forget("trainer", cases)
 
 
 def _case(
@@ -48,27 +53,24 @@ def _case(
 ) -> Result:
     threads = str(len(os.sched_getaffinity(0)))
     env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    with tempfile.TemporaryDirectory(prefix="ot-rows-") as directory:
-        path = Path(directory) / "rows.json"
+    shared = ["--dtype", DTYPE, "--threads", threads, *(() if trl else ("--tuning", tuning))]
+
+    def sides(stack: ExitStack) -> tuple[Callable[[], float], Callable[[], float]]:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ot-rows-"))) / "rows.json"
         write_rows(rows, path)
-        shared = ["--rows", str(path), "--dtype", DTYPE, "--threads", threads]
-        theirs_arguments = ["--model-dir", str(model_dir), *shared]
-        if not trl:
-            shared += ["--tuning", tuning]
-            theirs_arguments += ["--tuning", tuning]
+        both = ["--rows", str(path), *shared]
+        ours = stack.enter_context(Program("train_ours", *both, env=env))
         module = "train_trl" if trl else "train_plain"
-        with (
-            Program("train_ours", *shared, env=env) as ours,
-            Program(module, *theirs_arguments, env=env) as theirs,
-        ):
-            return measure(
-                options,
-                "trainer",
-                case,
-                lambda: ours.ask()["seconds"],
-                lambda: theirs.ask()["seconds"],
-                baseline=TRL if trl else PLAIN,
-                work=sum(len(row.token_ids) for row in rows),
-                unit="tokens_per_s",
-                warm_up=case != "ragged",
-            )
+        theirs = stack.enter_context(Program(module, "--model-dir", str(model_dir), *both, env=env))
+        return lambda: ours.ask()["seconds"], lambda: theirs.ask()["seconds"]
+
+    return measure(
+        options,
+        "trainer",
+        case,
+        sides,
+        baseline=TRL if trl else PLAIN,
+        work=sum(len(row.token_ids) for row in rows),
+        unit="tokens_per_s",
+        warm_up=not case.startswith("ragged"),
+    )
