@@ -5,6 +5,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import grpc
 import pytest
 from services.scheduler.tests.test_catalog_service import policy, refused, register
 
@@ -13,6 +14,7 @@ from opentinker_kit.testing import wait_until
 from opentinkerapi.catalog.v1 import catalog_service_pb2 as pb
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
+from opentinkerapi.runtime.errors import from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 
 POLICY = "policies/p1"
@@ -186,6 +188,42 @@ async def test_export_lists_the_weights_and_nothing_else(shelf: Shelf) -> None:
         ("runs/r1", Reason.VERSION_NOT_FOUND),
     ):
         assert (await refused(stub.ExportWeights(pb.ExportWeightsRequest(name=name)))).reason == reason
+
+
+async def test_of_whole_models_the_newest_stay_and_numbers_stay_taken(shelf: Shelf) -> None:
+    stub = shelf.rig.catalog
+
+    async def publish(number: int, data: bytes = b"w") -> None:
+        digest, key = await shelf.put(f"{POLICY}/versions/{number}", {"model.safetensors": data})
+        made = policy_pb2.PolicyVersion(version=number, sha256=digest, manifest_key=key)
+        await stub.RegisterVersion(pb.RegisterVersionRequest(policy=POLICY, version=made, keep_versions=2))
+
+    async def listed() -> list[int]:
+        found = await stub.ListVersions(pb.ListVersionsRequest(policy=POLICY))
+        return [item.version for item in found.versions]
+
+    async def stored() -> set[str]:
+        return {info.key.split("/")[3] for info in await shelf.store.list(f"{POLICY}/versions/")}
+
+    async def swept() -> bool:
+        return await stored() == {"2", "3"}
+
+    for number in (1, 2, 3):
+        await publish(number)
+    assert await listed() == [3, 2, 0]
+    await wait_until(swept, 5, what="version 1 gone")
+    for call in (
+        stub.GetVersion(pb.GetVersionRequest(name=f"{POLICY}/versions/1")),
+        stub.ExportWeights(pb.ExportWeightsRequest(name=f"{POLICY}/versions/1")),
+    ):
+        assert (await refused(call)).reason == Reason.VERSION_NOT_FOUND
+    # A trainer that runs its log again stores it anew: it goes again. Other weights never get the number.
+    await publish(1)
+    await wait_until(swept, 5, what="version 1 gone again")
+    with pytest.raises(grpc.RpcError) as taken:
+        await publish(1, b"other")
+    assert from_rpc_error(taken.value).reason == Reason.ALREADY_REGISTERED
+    assert await listed() == [3, 2, 0]
 
 
 async def test_a_policy_is_recorded_with_all_its_tuning(shelf: Shelf) -> None:

@@ -26,7 +26,7 @@ from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior_
 from opentinkerapi.catalog.v1 import policy_pb2 as opentinkerapi_dot_catalog_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.opentinkerapi/catalog/v1/catalog_service.proto\x12\x18opentinkerapi.catalog.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a%opentinkerapi/catalog/v1/policy.proto\"\xd8\x01\n\x15RegisterPolicyRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x36\n\x06policy\x18\x02 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x02\x12\x14\n\x06server\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x61ttempt\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0eversion_sha256\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\"\n\x14version_manifest_key\x18\x06 \x01(\tB\x04\xe2\x41\x01\x01\"P\n\x16RegisterPolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\"&\n\x10GetPolicyRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"K\n\x11GetPolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\"[\n\x13ListPoliciesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x11\n\x03job\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"o\n\x14ListPoliciesResponse\x12\x38\n\x08policies\x18\x01 \x03(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"C\n\x13\x44\x65letePolicyRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"\x16\n\x14\x44\x65letePolicyResponse\"\x85\x01\n\x16RegisterVersionRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12>\n\x07version\x18\x02 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\"Y\n\x17RegisterVersionResponse\x12>\n\x07version\x18\x01 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\"\'\n\x11GetVersionRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"T\n\x12GetVersionResponse\x12>\n\x07version\x18\x01 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\"^\n\x13ListVersionsRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"v\n\x14ListVersionsResponse\x12?\n\x08versions\x18\x01 \x03(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"\xa8\x01\n\x19RegisterCheckpointRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12>\n\ncheckpoint\x18\x02 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10keep_checkpoints\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x01\"\\\n\x1aRegisterCheckpointResponse\x12>\n\ncheckpoint\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\"*\n\x14GetCheckpointRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"W\n\x15GetCheckpointResponse\x12>\n\ncheckpoint\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\"a\n\x16ListCheckpointsRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"y\n\x17ListCheckpointsResponse\x12?\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"G\n\x17\x44\x65leteCheckpointRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"\x1a\n\x18\x44\x65leteCheckpointResponse\"*\n\x14\x45xportWeightsRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"e\n\x0c\x45xportedFile\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\nsize_bytes\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x11\n\x03url\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\"h\n\x15\x45xportWeightsResponse\x12\x12\n\x04kind\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12;\n\x05\x66iles\x18\x02 \x03(\x0b\x32&.opentinkerapi.catalog.v1.ExportedFileB\x04\xe2\x41\x01\x03\x32\xf1\n\n\x0e\x43\x61talogService\x12s\n\x0eRegisterPolicy\x12/.opentinkerapi.catalog.v1.RegisterPolicyRequest\x1a\x30.opentinkerapi.catalog.v1.RegisterPolicyResponse\x12\x64\n\tGetPolicy\x12*.opentinkerapi.catalog.v1.GetPolicyRequest\x1a+.opentinkerapi.catalog.v1.GetPolicyResponse\x12m\n\x0cListPolicies\x12-.opentinkerapi.catalog.v1.ListPoliciesRequest\x1a..opentinkerapi.catalog.v1.ListPoliciesResponse\x12m\n\x0c\x44\x65letePolicy\x12-.opentinkerapi.catalog.v1.DeletePolicyRequest\x1a..opentinkerapi.catalog.v1.DeletePolicyResponse\x12v\n\x0fRegisterVersion\x12\x30.opentinkerapi.catalog.v1.RegisterVersionRequest\x1a\x31.opentinkerapi.catalog.v1.RegisterVersionResponse\x12g\n\nGetVersion\x12+.opentinkerapi.catalog.v1.GetVersionRequest\x1a,.opentinkerapi.catalog.v1.GetVersionResponse\x12m\n\x0cListVersions\x12-.opentinkerapi.catalog.v1.ListVersionsRequest\x1a..opentinkerapi.catalog.v1.ListVersionsResponse\x12\x7f\n\x12RegisterCheckpoint\x12\x33.opentinkerapi.catalog.v1.RegisterCheckpointRequest\x1a\x34.opentinkerapi.catalog.v1.RegisterCheckpointResponse\x12p\n\rGetCheckpoint\x12..opentinkerapi.catalog.v1.GetCheckpointRequest\x1a/.opentinkerapi.catalog.v1.GetCheckpointResponse\x12v\n\x0fListCheckpoints\x12\x30.opentinkerapi.catalog.v1.ListCheckpointsRequest\x1a\x31.opentinkerapi.catalog.v1.ListCheckpointsResponse\x12p\n\rExportWeights\x12..opentinkerapi.catalog.v1.ExportWeightsRequest\x1a/.opentinkerapi.catalog.v1.ExportWeightsResponse\x12y\n\x10\x44\x65leteCheckpoint\x12\x31.opentinkerapi.catalog.v1.DeleteCheckpointRequest\x1a\x32.opentinkerapi.catalog.v1.DeleteCheckpointResponseB_\n\x1d\x64\x65v.opentinker.api.catalog.v1B\x13\x43\x61talogServiceProtoP\x01Z\'opentinker.dev/api/catalog/v1;catalogv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.opentinkerapi/catalog/v1/catalog_service.proto\x12\x18opentinkerapi.catalog.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a%opentinkerapi/catalog/v1/policy.proto\"\xd8\x01\n\x15RegisterPolicyRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x36\n\x06policy\x18\x02 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x02\x12\x14\n\x06server\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x61ttempt\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0eversion_sha256\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\"\n\x14version_manifest_key\x18\x06 \x01(\tB\x04\xe2\x41\x01\x01\"P\n\x16RegisterPolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\"&\n\x10GetPolicyRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"K\n\x11GetPolicyResponse\x12\x36\n\x06policy\x18\x01 \x01(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\"[\n\x13ListPoliciesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x11\n\x03job\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"o\n\x14ListPoliciesResponse\x12\x38\n\x08policies\x18\x01 \x03(\x0b\x32 .opentinkerapi.catalog.v1.PolicyB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"C\n\x13\x44\x65letePolicyRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"\x16\n\x14\x44\x65letePolicyResponse\"\xa2\x01\n\x16RegisterVersionRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12>\n\x07version\x18\x02 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rkeep_versions\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x01\"Y\n\x17RegisterVersionResponse\x12>\n\x07version\x18\x01 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\"\'\n\x11GetVersionRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"T\n\x12GetVersionResponse\x12>\n\x07version\x18\x01 \x01(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\"^\n\x13ListVersionsRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"v\n\x14ListVersionsResponse\x12?\n\x08versions\x18\x01 \x03(\x0b\x32\'.opentinkerapi.catalog.v1.PolicyVersionB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"\xa8\x01\n\x19RegisterCheckpointRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12>\n\ncheckpoint\x18\x02 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10keep_checkpoints\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x01\"\\\n\x1aRegisterCheckpointResponse\x12>\n\ncheckpoint\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\"*\n\x14GetCheckpointRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"W\n\x15GetCheckpointResponse\x12>\n\ncheckpoint\x18\x01 \x01(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\"a\n\x16ListCheckpointsRequest\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"y\n\x17ListCheckpointsResponse\x12?\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32$.opentinkerapi.catalog.v1.CheckpointB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"G\n\x17\x44\x65leteCheckpointRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"\x1a\n\x18\x44\x65leteCheckpointResponse\"*\n\x14\x45xportWeightsRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"e\n\x0c\x45xportedFile\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\nsize_bytes\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x11\n\x03url\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\"h\n\x15\x45xportWeightsResponse\x12\x12\n\x04kind\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12;\n\x05\x66iles\x18\x02 \x03(\x0b\x32&.opentinkerapi.catalog.v1.ExportedFileB\x04\xe2\x41\x01\x03\x32\xf1\n\n\x0e\x43\x61talogService\x12s\n\x0eRegisterPolicy\x12/.opentinkerapi.catalog.v1.RegisterPolicyRequest\x1a\x30.opentinkerapi.catalog.v1.RegisterPolicyResponse\x12\x64\n\tGetPolicy\x12*.opentinkerapi.catalog.v1.GetPolicyRequest\x1a+.opentinkerapi.catalog.v1.GetPolicyResponse\x12m\n\x0cListPolicies\x12-.opentinkerapi.catalog.v1.ListPoliciesRequest\x1a..opentinkerapi.catalog.v1.ListPoliciesResponse\x12m\n\x0c\x44\x65letePolicy\x12-.opentinkerapi.catalog.v1.DeletePolicyRequest\x1a..opentinkerapi.catalog.v1.DeletePolicyResponse\x12v\n\x0fRegisterVersion\x12\x30.opentinkerapi.catalog.v1.RegisterVersionRequest\x1a\x31.opentinkerapi.catalog.v1.RegisterVersionResponse\x12g\n\nGetVersion\x12+.opentinkerapi.catalog.v1.GetVersionRequest\x1a,.opentinkerapi.catalog.v1.GetVersionResponse\x12m\n\x0cListVersions\x12-.opentinkerapi.catalog.v1.ListVersionsRequest\x1a..opentinkerapi.catalog.v1.ListVersionsResponse\x12\x7f\n\x12RegisterCheckpoint\x12\x33.opentinkerapi.catalog.v1.RegisterCheckpointRequest\x1a\x34.opentinkerapi.catalog.v1.RegisterCheckpointResponse\x12p\n\rGetCheckpoint\x12..opentinkerapi.catalog.v1.GetCheckpointRequest\x1a/.opentinkerapi.catalog.v1.GetCheckpointResponse\x12v\n\x0fListCheckpoints\x12\x30.opentinkerapi.catalog.v1.ListCheckpointsRequest\x1a\x31.opentinkerapi.catalog.v1.ListCheckpointsResponse\x12p\n\rExportWeights\x12..opentinkerapi.catalog.v1.ExportWeightsRequest\x1a/.opentinkerapi.catalog.v1.ExportWeightsResponse\x12y\n\x10\x44\x65leteCheckpoint\x12\x31.opentinkerapi.catalog.v1.DeleteCheckpointRequest\x1a\x32.opentinkerapi.catalog.v1.DeleteCheckpointResponseB_\n\x1d\x64\x65v.opentinker.api.catalog.v1B\x13\x43\x61talogServiceProtoP\x01Z\'opentinker.dev/api/catalog/v1;catalogv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -72,6 +72,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERVERSIONREQUEST'].fields_by_name['version']._serialized_options = b'\342A\001\002'
   _globals['_REGISTERVERSIONREQUEST'].fields_by_name['attempt']._loaded_options = None
   _globals['_REGISTERVERSIONREQUEST'].fields_by_name['attempt']._serialized_options = b'\342A\001\001'
+  _globals['_REGISTERVERSIONREQUEST'].fields_by_name['keep_versions']._loaded_options = None
+  _globals['_REGISTERVERSIONREQUEST'].fields_by_name['keep_versions']._serialized_options = b'\342A\001\001'
   _globals['_REGISTERVERSIONRESPONSE'].fields_by_name['version']._loaded_options = None
   _globals['_REGISTERVERSIONRESPONSE'].fields_by_name['version']._serialized_options = b'\342A\001\003'
   _globals['_GETVERSIONREQUEST'].fields_by_name['name']._loaded_options = None
@@ -147,39 +149,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETEPOLICYRESPONSE']._serialized_start=841
   _globals['_DELETEPOLICYRESPONSE']._serialized_end=863
   _globals['_REGISTERVERSIONREQUEST']._serialized_start=866
-  _globals['_REGISTERVERSIONREQUEST']._serialized_end=999
-  _globals['_REGISTERVERSIONRESPONSE']._serialized_start=1001
-  _globals['_REGISTERVERSIONRESPONSE']._serialized_end=1090
-  _globals['_GETVERSIONREQUEST']._serialized_start=1092
-  _globals['_GETVERSIONREQUEST']._serialized_end=1131
-  _globals['_GETVERSIONRESPONSE']._serialized_start=1133
-  _globals['_GETVERSIONRESPONSE']._serialized_end=1217
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=1219
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=1313
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1315
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1433
-  _globals['_REGISTERCHECKPOINTREQUEST']._serialized_start=1436
-  _globals['_REGISTERCHECKPOINTREQUEST']._serialized_end=1604
-  _globals['_REGISTERCHECKPOINTRESPONSE']._serialized_start=1606
-  _globals['_REGISTERCHECKPOINTRESPONSE']._serialized_end=1698
-  _globals['_GETCHECKPOINTREQUEST']._serialized_start=1700
-  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1742
-  _globals['_GETCHECKPOINTRESPONSE']._serialized_start=1744
-  _globals['_GETCHECKPOINTRESPONSE']._serialized_end=1831
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1833
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1930
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1932
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2053
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=2055
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=2126
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=2128
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=2154
-  _globals['_EXPORTWEIGHTSREQUEST']._serialized_start=2156
-  _globals['_EXPORTWEIGHTSREQUEST']._serialized_end=2198
-  _globals['_EXPORTEDFILE']._serialized_start=2200
-  _globals['_EXPORTEDFILE']._serialized_end=2301
-  _globals['_EXPORTWEIGHTSRESPONSE']._serialized_start=2303
-  _globals['_EXPORTWEIGHTSRESPONSE']._serialized_end=2407
-  _globals['_CATALOGSERVICE']._serialized_start=2410
-  _globals['_CATALOGSERVICE']._serialized_end=3803
+  _globals['_REGISTERVERSIONREQUEST']._serialized_end=1028
+  _globals['_REGISTERVERSIONRESPONSE']._serialized_start=1030
+  _globals['_REGISTERVERSIONRESPONSE']._serialized_end=1119
+  _globals['_GETVERSIONREQUEST']._serialized_start=1121
+  _globals['_GETVERSIONREQUEST']._serialized_end=1160
+  _globals['_GETVERSIONRESPONSE']._serialized_start=1162
+  _globals['_GETVERSIONRESPONSE']._serialized_end=1246
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=1248
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=1342
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1344
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1462
+  _globals['_REGISTERCHECKPOINTREQUEST']._serialized_start=1465
+  _globals['_REGISTERCHECKPOINTREQUEST']._serialized_end=1633
+  _globals['_REGISTERCHECKPOINTRESPONSE']._serialized_start=1635
+  _globals['_REGISTERCHECKPOINTRESPONSE']._serialized_end=1727
+  _globals['_GETCHECKPOINTREQUEST']._serialized_start=1729
+  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1771
+  _globals['_GETCHECKPOINTRESPONSE']._serialized_start=1773
+  _globals['_GETCHECKPOINTRESPONSE']._serialized_end=1860
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1862
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1959
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1961
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2082
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=2084
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=2155
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=2157
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=2183
+  _globals['_EXPORTWEIGHTSREQUEST']._serialized_start=2185
+  _globals['_EXPORTWEIGHTSREQUEST']._serialized_end=2227
+  _globals['_EXPORTEDFILE']._serialized_start=2229
+  _globals['_EXPORTEDFILE']._serialized_end=2330
+  _globals['_EXPORTWEIGHTSRESPONSE']._serialized_start=2332
+  _globals['_EXPORTWEIGHTSRESPONSE']._serialized_end=2436
+  _globals['_CATALOGSERVICE']._serialized_start=2439
+  _globals['_CATALOGSERVICE']._serialized_end=3832
 # @@protoc_insertion_point(module_scope)

@@ -243,10 +243,15 @@ class RegisterVersionRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    KEEP_VERSIONS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """"policies/{policy}"."""
     attempt: _builtins.int
     """Attempt of the assignment."""
+    keep_versions: _builtins.int
+    """How many versions of the policy stay, this one included and version 0 beside them; 0: all. Numbers of versions that
+    are gone are not used again.
+    """
     @_builtins.property
     def version(self) -> _policy_pb2.PolicyVersion:
         """The version."""
@@ -257,10 +262,11 @@ class RegisterVersionRequest(_message.Message):
         policy: _builtins.str = ...,
         version: _policy_pb2.PolicyVersion | None = ...,
         attempt: _builtins.int = ...,
+        keep_versions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "keep_versions", b"keep_versions", "policy", b"policy", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,9 +67,17 @@ class Catalog:
             raise ServiceError(Reason.INVALID_STATE, text, metadata={"job": job.name})
         tx.catalog.delete_policy(policy.id)
 
-    def register_version(self, tx: Transaction, name: str, version: Version, attempt: int) -> Version:
-        """Record a published version. Another content under its number is ALREADY_REGISTERED."""
+    def register_version(
+        self, tx: Transaction, name: str, version: Version, attempt: int, keep: int = 0
+    ) -> Version:
+        """Record a published version, and let go of what is older than the newest `keep` (0: of nothing).
+
+        Another content under its number is ALREADY_REGISTERED.
+        """
         policy = self.policy(tx, name)
+        if keep < 0:
+            text = "keep_versions must not be negative"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="keep_versions")
         if version.version < 0:
             raise ServiceError(Reason.INVALID_FIELD, "version must not be negative", field="version.version")
         _check_digest(version.sha256, "version.sha256")
@@ -79,8 +87,13 @@ class Catalog:
         if known is not None:
             if known.sha256 != version.sha256:
                 raise _taken(version.name)
+            if known.gone:
+                # A restarted trainer ran its log again and stored it anew.
+                self._retention.discard_version(tx, known)
             return known
         tx.catalog.add_version(version)
+        if keep:
+            self._retention.keep_newest_versions(tx, policy.id, keep)
         self._announce(tx, version)
         note_progress(tx, policy.job_id)
         return version
@@ -89,6 +102,9 @@ class Catalog:
         ids = split(name, "policies", "versions")
         if ids is not None and ids[1].isdecimal():
             found = tx.catalog.find_version(ids[0], int(ids[1]))
+            if found is not None and found.gone:
+                text = f"the weights of {name} were deleted: newer versions of the policy took their place"
+                raise ServiceError(Reason.VERSION_NOT_FOUND, text, field="name")
             if found is not None:
                 return found
         raise ServiceError(Reason.VERSION_NOT_FOUND, f"there is no version {name}", field="name")

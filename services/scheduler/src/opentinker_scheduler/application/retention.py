@@ -1,4 +1,5 @@
-"""How checkpoints end: by request, by count, by age. Records go at once, objects a while later.
+"""How checkpoints end: by request, by count, by age. Records go at once, objects a while later. Versions end
+by count, where a trainer asks for it: a run that publishes whole models would fill any disk.
 
 The delay lets who is reading them finish: an export under way, a restore that a trainer runs again. What a
 run's loop state names stays whatever its age, and so does the newest of a policy. By count, a deletion
@@ -13,7 +14,7 @@ import structlog
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import ObjectStore
-from opentinker_scheduler.domain.records import Checkpoint
+from opentinker_scheduler.domain.records import Checkpoint, Version
 from opentinker_scheduler.ports import Database, Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -22,6 +23,8 @@ log = structlog.get_logger()
 MANIFEST = "manifest.json"
 _AT_ONCE = 100
 """Checkpoints that one transaction lets go."""
+_VERSION_GRACE = timedelta(seconds=60)
+"""Versions are large and many, and reading one takes seconds."""
 
 
 class Retention:
@@ -46,6 +49,16 @@ class Retention:
         """
         for old in tx.catalog.older_checkpoints(policy_id, count, _AT_ONCE):
             self._drop_unless_used(tx, old)
+
+    def keep_newest_versions(self, tx: Transaction, policy_id: str, count: int) -> None:
+        """Let go of all but the newest `count` versions of a policy, and version 0."""
+        for old in tx.catalog.older_versions(policy_id, count, _AT_ONCE):
+            self.discard_version(tx, old)
+
+    def discard_version(self, tx: Transaction, version: Version) -> None:
+        """Delete a version's objects; its number stays taken."""
+        tx.catalog.mark_gone(version)
+        tx.catalog.discard_objects(version.name, self._clock.now() + min(self._grace, _VERSION_GRACE))
 
     def expire(self, tx: Transaction) -> None:
         """Delete checkpoints whose time is over."""

@@ -45,6 +45,8 @@ class Version:
     manifest_key: str
     step: int
     create_time: datetime
+    gone: bool = False
+    """Its weights were deleted; its number stays taken."""
 
     @property
     def name(self) -> str:

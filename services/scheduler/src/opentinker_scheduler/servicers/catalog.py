@@ -64,7 +64,9 @@ class CatalogServicer(CatalogServiceServicer):
     ) -> pb.RegisterVersionResponse:
         asked = wire.read_version(request.version)
         version = await self._database.run(
-            lambda tx: self._catalog.register_version(tx, request.policy, asked, request.attempt)
+            lambda tx: self._catalog.register_version(
+                tx, request.policy, asked, request.attempt, request.keep_versions
+            )
         )
         return pb.RegisterVersionResponse(version=wire.write_version(version))
 

@@ -33,7 +33,7 @@ OnCommit = Callable[[frozenset[str], bool], None]
 """Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0002"
+HEAD = "0003"
 """The newest revision."""
 
 

@@ -77,11 +77,24 @@ class SqlCatalog:
 
     def page_versions(self, policy_id: str, before: int | None, size: int) -> Sequence[Version]:
         versions = tables.versions
-        query = select(versions).where(versions.c.policy_id == policy_id)
+        query = select(versions).where(versions.c.policy_id == policy_id, ~versions.c.gone)
         query = query.order_by(versions.c.version.desc()).limit(size)
         if before is not None:
             query = query.where(versions.c.version < before)
         return [Version(**row._mapping) for row in self._connection.execute(query)]
+
+    def older_versions(self, policy_id: str, count: int, limit: int) -> Sequence[Version]:
+        versions = tables.versions
+        query = select(versions).where(
+            versions.c.policy_id == policy_id, versions.c.version > 0, ~versions.c.gone
+        )
+        query = query.order_by(versions.c.version.desc()).offset(count).limit(limit)
+        return [Version(**row._mapping) for row in self._connection.execute(query)]
+
+    def mark_gone(self, version: Version) -> None:
+        versions = tables.versions
+        which = (versions.c.policy_id == version.policy_id, versions.c.version == version.version)
+        self._connection.execute(update(versions).where(*which).values(gone=True))
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         values = _values(checkpoint, tables.checkpoints)

@@ -204,6 +204,7 @@ versions = Table(
     Column("manifest_key", Text, nullable=False),
     Column("step", BigInteger, nullable=False),
     Column("create_time", UtcTime, nullable=False),
+    Column("gone", Boolean, nullable=False, server_default=false()),
 )
 
 checkpoints = Table(
