@@ -1,6 +1,7 @@
 """Policies of all weights: exact gradients, isolation, files that others load, resume to the bit."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,6 +265,34 @@ def test_what_cannot_be_written_is_told_after_all_was_gathered(tmp_path: Path) -
     assert asked == ["a", "b"]
     with pytest.raises(OSError, match="Not a directory"):
         writer.finish()
+
+
+def test_a_forward_pass_in_float32_publishes_float32(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """What is sampled from is what the trainer computed with."""
+    engine = make_engine(dtype="bfloat16", forward_dtype="float32")
+    engine.create_policy(NAME, FullSpec(), seed=0)
+    train(engine, steps=1)
+    engine.export(NAME, tmp_path)
+    assert same(load_file(tmp_path / "model.safetensors"), snapshot(engine))
+
+
+def test_a_copy_that_is_dropped_is_freed(make_engine: MakeEngine) -> None:
+    """At once, and with it optimizer state and gradient: the next policy needs the memory."""
+    engine = make_engine()
+    policy = engine.create_policy(NAME, FullSpec(), seed=0)
+    train(engine, steps=1)
+    engine.forward_backward(NAME, ragged_batch(), [CE])
+    tensors = [
+        *policy.parameters.values(),
+        *policy.optimizer.first.values(),
+        *gradient_of(engine, NAME).values(),
+    ]
+    watched = [weakref.ref(tensor) for tensor in tensors]
+    model = weakref.ref(policy.weights._model)  # type: ignore[attr-defined]
+    del policy, tensors
+    engine.drop_policy(NAME)
+    assert model() is None
+    assert not [tensor for tensor in watched if tensor() is not None]
 
 
 def test_a_device_that_is_not_there_is_refused(make_engine: MakeEngine) -> None:

@@ -178,6 +178,8 @@ class Dispatcher:
         logged = await self._body(policy, seq)
         if seq in policy.poisoned:
             text = "the operation was running at two crashes of the engine and is skipped"
+            if seq in policy.causes:
+                text += f"; the last one: {policy.causes[seq]}"
             return _failed(policy, logged, ServiceError(Reason.POISONED, text))
         async with self._counting(engine, policy, seq):
             try:
@@ -204,6 +206,7 @@ class Dispatcher:
         except ServiceError as error:
             if error.reason is Reason.ENGINE_CRASHED:
                 policy.crashes[seq] = running.crashes + 1
+                policy.causes[seq] = error.message
                 count = policy.crashes[seq]
                 log.warning("the engine died", policy=policy.name, seq=seq, crashes=count, why=error.message)
             raise

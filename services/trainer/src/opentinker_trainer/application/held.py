@@ -75,6 +75,8 @@ class HeldPolicy:
     steps_at_recovery: int = 0
     crashes: dict[int, int] = field(default_factory=dict)
     """How often an operation was running when its engine or server died."""
+    causes: dict[int, str] = field(default_factory=dict)
+    """What is known of the last such death, by seq."""
     poisoned: set[int] = field(default_factory=set)
     uploads: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     """Version uploads under way, by the seq of their operation: the log is not cut beyond them."""

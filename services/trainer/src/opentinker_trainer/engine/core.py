@@ -4,6 +4,7 @@ It knows neither seqs nor storage: the front orders the operations, and files go
 names. An operation that raises has changed nothing.
 """
 
+import gc
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,12 @@ class TorchEngine:
         self._open.pop(name, None)
         policy = self._policies.pop(name, None)
         if policy is not None:
+            whole_model = isinstance(policy.weights, FullWeights)
             policy.weights.delete()
+            del policy
+            if whole_model:
+                # Modules and hooks refer to each other: without this their memory would stay for a while.
+                gc.collect()
 
     def begin_forward(self, name: str, samples: Sequence[Sample], *, use_base_model: bool = False) -> int:
         """Open a Forward of the policy, or of the bare base model; how many slices it takes."""

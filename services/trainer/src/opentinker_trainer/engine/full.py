@@ -135,11 +135,14 @@ class FullWeights:
         self._frozen = {name: weight for name, weight in weights.items() if in_tower(name)}
         """What images are seen with is not trained."""
         masters = {name: weight for name, weight in weights.items() if name not in self._frozen}
+        model.requires_grad_(False)
         for weight in masters.values():
             weight.requires_grad_(True)
         self._model = model
         self._layers = decoder_layers(model)
-        self._dtypes = compute
+        # What is exported is what the forward pass computes with.
+        same, forward = base.forward_dtype == base.dtype, DTYPES[base.forward_dtype]
+        self._dtypes = {name: dtype if same else forward for name, dtype in compute.items()}
         self._copies: dict[str, Tensor] = {}
         self._sharded: Sharded | None = None
         head = new_value_head(base.hidden_size, width, base.device) if spec.value_head else {}
@@ -151,7 +154,7 @@ class FullWeights:
         else:
             # What the optimizer moves: the model's own weights, unless it gets narrower copies of them.
             masters = {name: weight.detach() for name, weight in masters.items()}
-            self._copies = self._narrow(compute) if base.forward_dtype == base.dtype else {}
+            self._copies = self._narrow(compute) if same else {}
             trained = {name: weights[name] for name in masters}
             self.view = _CopyView(model, trained | head, value_head_of(head))
         self.parameters: dict[str, Tensor] = dict(sorted((masters | head).items()))
