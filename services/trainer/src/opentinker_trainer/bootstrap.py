@@ -101,6 +101,7 @@ class TrainerServer:
             clock,
             publish_dir=settings.publish_dir or state_dir / "versions",
             keep=settings.keep_published,
+            keep_models=settings.keep_model_versions,
             upload_first=settings.upload_before_register,
             source=settings.instance_id or "trainer",
         )

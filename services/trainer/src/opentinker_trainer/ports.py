@@ -99,8 +99,11 @@ class Catalog(Protocol):
         """Record a policy and its version 0; the same again is fine."""
         ...
 
-    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int) -> None:
-        """Record a version; the same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED."""
+    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int, keep: int = 0) -> None:
+        """Record a version, and let go of older ones than the newest `keep` (0: of none).
+
+        The same again is fine. STALE_ATTEMPT, ALREADY_REGISTERED.
+        """
         ...
 
     async def register_checkpoint(

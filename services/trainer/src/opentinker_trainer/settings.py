@@ -65,7 +65,9 @@ class TrainerSettings(ServerSettings):
     publish_dir: Path | None = None
     """Where published weights lie for servers on this host; by default below `state_dir`."""
     keep_published: int = Field(default=4, ge=1)
-    """How many versions of a policy stay in `publish_dir`; all stay in the object store."""
+    """How many versions of a policy stay in `publish_dir`; in the object store adapters stay for ever."""
+    keep_model_versions: int = Field(default=4, ge=0)
+    """Where versions are whole models, how many of a policy stay in the object store; 0: all."""
     upload_before_register: bool = False
     """Register a version only when its files are in the object store. By default the upload goes on beside:
     servers on this host read the local files, others wait for the objects, and the operation log keeps what

@@ -60,9 +60,15 @@ class Client:
         self.seq = 0
 
     async def create(
-        self, request_id: str = "create", *, model: str = "tiny", rank: int = 4, **more: Any
+        self,
+        request_id: str = "create",
+        *,
+        model: str = "tiny",
+        rank: int = 4,
+        tuning: policy_pb2.Tuning | None = None,
+        **more: Any,
     ) -> pb.CreatePolicyResponse:
-        tuning = policy_pb2.Tuning(lora=policy_pb2.LoraTuning(rank=rank))
+        tuning = tuning or policy_pb2.Tuning(lora=policy_pb2.LoraTuning(rank=rank))
         response = await self.call(
             "CreatePolicy",
             pb.CreatePolicyRequest(request_id=request_id, base_model=model, tuning=tuning, seed=7, **more),

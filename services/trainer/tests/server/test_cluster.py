@@ -14,7 +14,7 @@ from services.trainer.tests.server.harness import Client, TrainerProcess, pb, re
 from opentinker_kit.objects import S3ObjectStore
 from opentinker_kit.settings import S3Settings
 from opentinker_kit.testing import wait_until
-from opentinkerapi.catalog.v1 import catalog_service_pb2, catalog_service_pb2_grpc
+from opentinkerapi.catalog.v1 import catalog_service_pb2, catalog_service_pb2_grpc, policy_pb2
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import server_registry_service_pb2, server_registry_service_pb2_grpc
 
@@ -36,6 +36,7 @@ class Scheduler(
         self.recorded: list[tuple[str, int]] = []
         self.kept: list[tuple[int, int]] = []
         """Of each checkpoint: how many stay beside it, and minutes until it expires."""
+        self.kept_versions: list[int] = []
 
     async def RegisterServer(self, request, context):  # type: ignore[no-untyped-def]
         answer = registry_pb.RegisterServerResponse(server="servers/t1", attempt=1)
@@ -69,6 +70,7 @@ class Scheduler(
 
     async def RegisterVersion(self, request, context):  # type: ignore[no-untyped-def]
         self.recorded.append((request.version.name, request.attempt))
+        self.kept_versions.append(request.keep_versions)
         return catalog_service_pb2.RegisterVersionResponse(version=request.version)
 
     async def RegisterCheckpoint(self, request, context):  # type: ignore[no-untyped-def]
@@ -173,6 +175,17 @@ async def test_slots_attempts_and_the_catalog(
         assert error.metadata["attempt"] == "6"
         await learn(client, 6)
         assert (await client.result(5)).optim_step.step == 2
+
+        # Versions that are adapters stay; of whole models the newest few do.
+        adapter = client.policy, client.seq
+        await client.create(
+            "whole", job="jobs/j", attempt=6, tuning=policy_pb2.Tuning(full=policy_pb2.FullTuning())
+        )
+        await learn(client, 6)
+        await client.call("PublishWeights", publish(client, 6))
+        await client.done_seq(3)
+        assert known.kept_versions == [0, 4]
+        client.policy, client.seq = adapter
 
         # How long checkpoints stay: the server's settings, or what the request says.
         await client.call("SaveCheckpoint", save(client, 6))

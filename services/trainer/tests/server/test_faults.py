@@ -15,7 +15,9 @@ from opentinker_kit.events import NullEventBus
 from opentinker_kit.testing import wait_until
 from opentinker_trainer.bootstrap import TrainerServer
 from opentinker_trainer.settings import TrainerSettings
+from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.runtime.channels import open_channel
+from opentinkerapi.runtime.errors import OpenTinkerError
 from opentinkerapi.runtime.reasons import Reason
 
 ROWS = [sample(4, 3, 1)]
@@ -214,3 +216,67 @@ async def test_a_failing_operation_fails_alone(world: World) -> None:
         assert ended.state == FAILED
         assert "secret" not in ended.error.message
         await learn(client)
+
+
+async def test_what_a_policy_was_made_from_is_not_needed_again(world: World) -> None:
+    async with world.trainer() as client:
+        await client.create("first")
+        await learn(client)
+        saved = (await client.done(await client.save())).save_checkpoint.checkpoint.name
+        await client.create("second", from_checkpoint=saved)
+        assert [key for key in world.manifests("recovery") if client.policy in key]
+    forget(world, saved)
+    async with world.trainer() as again:
+        again.policy, again.seq = client.policy, client.seq
+        await wait_until(lambda: held(again), 5)
+        await learn(again)
+        assert (await again.result(2)).optim_step.step == 2
+        assert (await again.call("GetPolicy", pb.GetPolicyRequest(policy=again.policy))).step == 2
+
+
+async def test_a_restored_checkpoint_is_not_needed_again(world: World) -> None:
+    async with world.trainer() as client:
+        await client.create()
+        await learn(client)
+        saved = (await client.done(await client.save())).save_checkpoint.checkpoint.name
+        await learn(client)
+        restored = await client.done(await client.restore(saved))
+        await wait_until(lambda: f"/recovery/{restored.seq:012d}/" in str(world.manifests("recovery")), 5)
+        history = world.engines[-1].history[client.policy]
+    forget(world, saved)
+    async with world.trainer() as again:
+        again.policy, again.seq = client.policy, client.seq
+        await wait_until(lambda: held(again), 5)
+        assert world.engines[-1].history[client.policy] == history
+        await learn(again)
+
+
+async def test_whole_models_are_not_published_faster_than_they_are_stored(world: World) -> None:
+    async with world.trainer() as client:
+        await client.create(tuning=policy_pb2.Tuning(full=policy_pb2.FullTuning()))
+        (first,) = world.manifests("versions")
+        assert json.loads(await world.objects.get(first))["kind"] == "base"
+        world.objects.away = lambda key: "/versions/" in key and key.endswith("/weights")
+        for _ in range(2):
+            await learn(client)
+            await client.done(await client.publish())
+        third = await client.publish()
+        await asyncio.sleep(0.3)
+        request = pb.GetOperationRequest(policy=client.policy, seq=third.seq)
+        assert (await client.call("GetOperation", request)).operation.state not in (DONE, FAILED)
+        world.objects.away = lambda _: False
+        assert (await client.done(third)).publish_weights.version.version == 3
+
+
+async def held(client: Client) -> bool:
+    try:
+        await client.call("GetPolicy", pb.GetPolicyRequest(policy=client.policy))
+    except OpenTinkerError:
+        return False
+    return True
+
+
+def forget(world: World, prefix: str) -> None:
+    """What the scheduler does to a checkpoint that is deleted."""
+    for key in [key for key in world.objects._objects if key.startswith(f"{prefix}/")]:
+        del world.objects._objects[key]

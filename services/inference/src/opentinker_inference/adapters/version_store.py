@@ -38,8 +38,8 @@ UPLOAD_PATIENCE_S = 60.0
 """A manifest may be registered while its files are still being uploaded: how long they are waited for."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _KEPT = 16
-_KEPT_MODELS = 2
-"""Of the kept versions, how many may be whole models."""
+_KEPT_MODELS = 3
+"""Of the kept versions, how many may be whole models: one that is loading, and two that come meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ class GrpcCatalog:
         )
         await self._call("RegisterPolicy", request)
 
-    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int) -> None:
+    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int, keep: int = 0) -> None:
         request = catalog_service_pb2.RegisterVersionRequest(
-            policy=version.policy, version=version, attempt=attempt
+            policy=version.policy, version=version, attempt=attempt, keep_versions=keep
         )
         await self._call("RegisterVersion", request)
 
@@ -89,7 +89,7 @@ class NoCatalog:
     ) -> None:
         return None
 
-    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int) -> None:
+    async def register_version(self, version: policy_pb2.PolicyVersion, attempt: int, keep: int = 0) -> None:
         return None
 
     async def register_checkpoint(

@@ -50,15 +50,20 @@ class Publisher:
         *,
         publish_dir: Path,
         keep: int,
+        keep_models: int,
         upload_first: bool,
         source: str,
     ) -> None:
+        """`keep`: versions of a policy on this host. `keep_models`: versions in the object store, where they
+        are whole models.
+        """
         self._store = store
         self._catalog = catalog
         self._bus = bus
         self._clock = clock
         self._publish_dir = publish_dir.absolute()
         self._keep = keep
+        self._keep_models = keep_models
         self._upload_first = upload_first
         self._source = source
         self._uploading: list[Path] = []
@@ -144,7 +149,9 @@ class Publisher:
             return None
         version = self._version(policy, number, manifest.sha256)
         try:
-            await self._catalog.register_version(version, policy.attempt)
+            whole = policy.record.policy.tuning.HasField("full")
+            keep = self._keep_models if whole else 0
+            await self._catalog.register_version(version, policy.attempt, keep)
         except ServiceError as error:
             if error.reason is Reason.ALREADY_REGISTERED:
                 return None
