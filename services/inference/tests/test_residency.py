@@ -26,6 +26,7 @@ class FakeEngine:
         self.running: list[str] = []
         self.loads: list[str] = []
         self.broken: set[str] = set()
+        self.unload_s = 0.0
 
     async def fetch(self, ref: ModelRef) -> LocalWeights | None:
         await asyncio.sleep(0)
@@ -44,6 +45,7 @@ class FakeEngine:
         return 0.5
 
     async def unload(self, key: str) -> None:
+        await asyncio.sleep(self.unload_s)
         assert key not in self.running
         self.loaded.discard(key)
 
@@ -92,6 +94,23 @@ async def test_random_requests_are_never_mixed_and_all_end(merged: bool) -> None
         await asyncio.gather(*(one() for _ in range(200)))
     assert residency.waiting() == 0
     assert all(users == 0 for _, users in residency.loaded())
+
+
+async def test_a_version_that_is_wanted_again_while_it_makes_room() -> None:
+    """It is forgotten first and loaded then, not the other way round (B80)."""
+    engine = FakeEngine(merged=False, capacity=1)
+    residency = engine.residency()
+    engine.unload_s = 0.02
+
+    async def one(ref: ModelRef) -> None:
+        async with residency.use(ref) as key:
+            await engine.run(key, 0.05)
+
+    await one(version(1))
+    second = asyncio.create_task(one(version(2)))
+    await asyncio.sleep(0.005)
+    async with asyncio.timeout(5):
+        await asyncio.gather(one(version(1)), second)
 
 
 async def test_merged_waiters_go_in_order_and_together() -> None:

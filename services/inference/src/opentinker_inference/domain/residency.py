@@ -79,6 +79,8 @@ class AdapterResidency(Residency):
         self._unload = unload
         self._capacity = capacity
         self._entries: dict[str, _Entry] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Versions that the engine is being told to forget."""
         self._ticks = itertools.count(1)
         self._freed = asyncio.Condition()
         self._waiting = 0
@@ -160,12 +162,24 @@ class AdapterResidency(Residency):
             raise
 
     async def _fetch_and_load(self, ref: ModelRef) -> float:
+        if ref.key in self._leaving:
+            # Loaded before it is forgotten, it would be forgotten after it is loaded.
+            await asyncio.wait([self._leaving[ref.key]])
         return await self._load(ref.key, await self._fetch(ref))
 
     async def _evict(self, entry: _Entry) -> None:
         if self._entries.get(entry.ref.key) is not entry:
             return
-        del self._entries[entry.ref.key]
+        key = entry.ref.key
+        del self._entries[key]
+        self._leaving[key] = task = asyncio.create_task(self._leave(entry))
+        try:
+            await asyncio.shield(task)
+        finally:
+            if self._leaving.get(key) is task and task.done():
+                del self._leaving[key]
+
+    async def _leave(self, entry: _Entry) -> None:
         if entry.ready is not None:  # whoever asked for it may have left before it was loaded
             await asyncio.gather(entry.ready, return_exceptions=True)
         await self._unload(entry.ref.key)
