@@ -57,16 +57,16 @@ def test_a_job_that_waits_is_waited_for(doubles: World) -> None:
 
 
 def test_no_cluster_there() -> None:
-    from opentinker.connection import cluster
+    from opentinker.connection import opening
 
-    os.environ.pop(cluster.ADDRESS_VARIABLE, None)
-    patience = cluster.FIRST_ANSWER_S
-    cluster.FIRST_ANSWER_S = 0.5
+    os.environ.pop(opening.ADDRESS_VARIABLE, None)
+    patience = opening.FIRST_ANSWER_S
+    opening.FIRST_ANSWER_S = 0.5
     try:
         with pytest.raises(errors.Unavailable, match=r"127.0.0.1:1 did not answer"):
             ot.connect("127.0.0.1:1", key="x")
     finally:
-        cluster.FIRST_ANSWER_S = patience
+        opening.FIRST_ANSWER_S = patience
 
 
 def test_an_embedded_stack_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

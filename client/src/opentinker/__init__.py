@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentinker import errors
-    from opentinker.connection.cluster import Cluster, connect
+    from opentinker.connection.cluster import Cluster
+    from opentinker.connection.opening import connect
     from opentinker.environments import (
         Action,
         Content,
@@ -74,7 +75,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "connection.cluster": ("Cluster", "connect"),
+    "connection.cluster": ("Cluster",),
+    "connection.opening": ("connect",),
     "environments": (
         "Action",
         "Content",

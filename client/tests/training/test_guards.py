@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from client.tests.doubles import runs
 from client.tests.doubles.cluster import World
+from client.tests.doubles.runs import methods
 from client.tests.doubles.trainer import rows_of, sampled
 
 import opentinker as ot
@@ -16,16 +18,10 @@ from opentinker.loop.fit import FitResult
 from opentinker.training.samples import TrainSample
 from opentinkerapi.run.v1 import run_pb2
 
-EVEN = ot.single_turn(
-    [{"prompt": f"Say an even number ({i})."} for i in range(20)],
-    reward=lambda answer, task: float(int(answer) % 2 == 0),
-    name="even",
-)
-
 
 def train(doubles: World, tmp_path: Path, **options: Any) -> FitResult:
-    defaults: dict[str, Any] = {"steps": 2, "groups_per_step": 8, "run_dir": tmp_path / "run", "seed": 5}
-    return ot.fit(EVEN, "tiny", **{"algorithm": ot.GRPO(group_size=4), **defaults, **options})
+    algorithm = options.pop("algorithm", ot.GRPO(group_size=4))
+    return runs.train(doubles, tmp_path, algorithm, **{"steps": 2, "groups_per_step": 8, **options})
 
 
 def apart(gap: float) -> Any:
@@ -35,10 +31,6 @@ def apart(gap: float) -> Any:
         return sampled(policy, start, sample) * (1 + 2 * gap)
 
     return score
-
-
-def methods(doubles: World) -> list[str]:
-    return [method for _, method, _ in doubles.trainer.ran]
 
 
 @pytest.mark.parametrize(
@@ -156,3 +148,12 @@ def test_a_skip_now_and_then_stops_nothing(doubles: World, tmp_path: Path) -> No
     doubles.trainer.skips = 2
     result = train(doubles, tmp_path, steps=6, stop_after_skipped=3)
     assert (result.steps, result.stopped) == (4, "")
+
+
+def test_a_critic_without_a_gradient_stops_the_run_too(doubles: World, tmp_path: Path) -> None:
+    """While it warms up nothing else learns."""
+    doubles.trainer.skips = 100
+    algorithm = ot.ActorCritic(critic=ot.Critic(warmup=10))
+    with pytest.raises(errors.TrainingStopped, match="3 steps in a row"):
+        train(doubles, tmp_path, algorithm=algorithm, steps=50, stop_after_skipped=3)
+    assert methods(doubles).count("PublishWeights") == 0

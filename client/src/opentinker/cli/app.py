@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.connection import stack
-from opentinker.connection.cluster import Cluster, connect
+from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
+from opentinker.connection.opening import connect
 from opentinkerapi.scheduler.v1 import job_pb2
 
 app = typer.Typer(

@@ -1,14 +1,12 @@
-"""A cluster as its user holds it: jobs, policies, runs. `connect()` makes one.
+"""A cluster as its user holds it: jobs, policies, runs. `connect()` (in `opening`) makes one.
 
 with opentinker.connect() as cluster: ...          # or: async with
 """
 
 import asyncio
 import contextlib
-import os
-import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc.aio
 
 from opentinker import errors
-from opentinker.connection import stack, weights
+from opentinker.connection import weights
 from opentinker.connection.blobs import Blobs
 from opentinker.connection.calls import ControlPlane, answer
 from opentinker.connection.jobs import Job, Link, Role, Watcher
@@ -40,14 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FIRST_ANSWER_S = 10.0
-"""How long a cluster that was named may take to answer at all."""
-
-ADDRESS_VARIABLE = "OPENTINKER_ADDRESS"
-KEY_VARIABLE = "OPENTINKER_API_KEY"
-
-_active: list["Cluster"] = []
-_default_lock = threading.Lock()
+active: list["Cluster"] = []
+"""Those whose `with` block is open, the innermost last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +190,8 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
-        if self in _active:
-            _active.remove(self)
+        if self in active:
+            active.remove(self)
         try:
             self.portal.run(self.leave(failed))
         finally:
@@ -210,14 +202,14 @@ class Cluster:
     @contextlib.contextmanager
     def active(self) -> Iterator[Self]:
         """Make this the cluster that `fit()` uses, without ending it afterwards."""
-        _active.append(self)
+        active.append(self)
         try:
             yield self
         finally:
-            _active.remove(self)
+            active.remove(self)
 
     def __enter__(self) -> Self:
-        _active.append(self)
+        active.append(self)
         return self
 
     def __exit__(
@@ -325,92 +317,3 @@ class Cluster:
         for channel in self._env_channels.values():
             await channel.close()
         await self.control.close()
-
-
-def connect(
-    address: str | None = None,
-    *,
-    key: str | None = None,
-    state_dir: str | Path | None = None,
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-    progress: bool | None = None,
-) -> Cluster:
-    """Connect to a cluster. Use it as a context manager, plain or async.
-
-    `address` (host:port of a scheduler; also OPENTINKER_ADDRESS) and `key` (OPENTINKER_API_KEY) name a
-    cluster that runs. Without an address an embedded stack is started under `state_dir` as a child of this
-    process, or one that runs there is used; what this call started ends with the cluster object, what was
-    there stays. `settings` are passed to a stack that is started. `progress` shows on stderr what is waited
-    for (default: on a terminal).
-
-    Raises MissingDependency where the embedded stack is not installed, LaunchFailed with the reason and its
-    log where it does not start, Unavailable and Unauthenticated where a cluster does not answer or refuses
-    the key.
-    """
-    from opentinker.connection.notices import notices
-
-    address = address or (None if state_dir is not None else os.environ.get(ADDRESS_VARIABLE))
-    with notices(progress) as say:
-        embedded = None
-        if address is None:
-            embedded = stack.start_or_attach(state_dir, settings or {}, say)
-        elif settings or state_dir is not None:
-            raise errors.invalid(
-                "state_dir" if state_dir is not None else "settings", "only for an embedded stack"
-            )
-        portal = Portal().start()
-        try:
-            cluster = portal.run(_open(portal, address, key, embedded, progress))
-        except BaseException:
-            portal.close()
-            if embedded is not None:
-                embedded.stop()
-            raise
-    return cluster
-
-
-async def _open(
-    portal: Portal,
-    address: str | None,
-    key: str | None,
-    embedded: "EmbeddedStack | None",
-    progress: bool | None,
-) -> Cluster:
-    from opentinker.connection.notices import watcher
-
-    locate: Callable[[], str]
-    if embedded is not None:
-        locate, key = embedded.locate, key or embedded.key
-        control = ControlPlane(locate, key, obituary=embedded.obituary)
-    else:
-        assert address is not None
-        named = address
-        control = ControlPlane(lambda: named, key or os.environ.get(KEY_VARIABLE))
-    cluster = Cluster(portal, control, embedded=embedded, watcher=watcher(progress))
-    try:
-        await control.call(
-            lambda channel: SchedulerServiceStub(channel).GetCluster(
-                scheduler_service_pb2.GetClusterRequest()
-            ),
-            patience_s=FIRST_ANSWER_S,
-        )
-    except BaseException:
-        await control.close()
-        raise
-    return cluster
-
-
-def active_cluster() -> Cluster:
-    """The innermost cluster whose `with` block is open; otherwise one that is connected now and closed at
-    exit.
-    """
-    if _active:
-        return _active[-1]
-    with _default_lock:
-        if not _active:
-            import atexit
-
-            cluster = connect()
-            _active.append(cluster)
-            atexit.register(cluster.close)
-    return _active[-1]

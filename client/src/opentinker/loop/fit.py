@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from opentinker import errors
-from opentinker.connection.cluster import Cluster, active_cluster
+from opentinker.connection.cluster import Cluster
+from opentinker.connection.opening import active_cluster
 from opentinker.environments.base import check_class
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.loop import metrics as measure

@@ -205,6 +205,9 @@ class Learner:
         publication = self._policy.publish() if actor.steps else None
         row = measure.of_critic(*await critic.ended(), self._critic_rate(step)) if critic.steps else {}
         row |= measure.of_update(samples, *await actor.ended(), optimizer.lr)
+        # A critic that learns nothing any more ends a run as a policy does.
+        skips = (row.get(f"{name}/nonfinite_skips", 0.0) for name in ("training", "critic"))
+        row["training/nonfinite_skips"] = max(skips)
         updated = time.monotonic()
         row["timing_s/update_actor"] = updated - started
         if publication is not None:

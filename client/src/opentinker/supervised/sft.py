@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opentinker.connection.cluster import Cluster, active_cluster
+from opentinker.connection.cluster import Cluster
+from opentinker.connection.opening import active_cluster
 from opentinker.errors import invalid
 from opentinker.loop.algorithms import Schedule
 from opentinker.loop.loggers import check_callbacks, check_loggers
