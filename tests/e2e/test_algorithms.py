@@ -256,3 +256,48 @@ def test_fit_with(cluster: ot.Cluster, tiny_model_dir: Path, tmp_path: Path, nam
         assert result.critic is not None
         assert result.critic.checkpoint is not None
         assert learned[0]["critic/grad_norm"] > 0
+
+
+def test_from_supervised_to_reinforcement_learning(
+    cluster: ot.Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """A run starts from the weights of a supervised one, its critic too; the supervised policy is the
+    reference in the KL term: nothing is between them at first, and something after a step.
+    """
+    turns = [("user", "Say something."), ("assistant", "Something else.")]
+    warm = ot.sft(
+        [{"messages": [{"role": role, "content": text} for role, text in turns]}] * 4,
+        str(tiny_model_dir),
+        tuning=ot.LoRA(rank=4),
+        steps=3,
+        batch_size=4,
+        learning_rate=2e-2,
+        checkpoint_every=3,
+        run_dir=tmp_path / "sft",
+        trainer=TRAINER,
+        progress=False,
+        cluster=cluster,
+    )
+    assert warm.losses[-1] < warm.losses[0] - 0.1
+    assert warm.checkpoint is not None
+    result = ot.fit(
+        ODD,
+        str(tiny_model_dir),
+        tuning=ot.LoRA(rank=4),
+        from_checkpoint=warm.checkpoint,
+        algorithm=ot.ActorCritic(group_size=2, kl=ot.KLPenalty(reference=warm.policy)),
+        groups_per_step=3,
+        steps=2,
+        learning_rate=2e-2,
+        sampling=SAMPLING,
+        run_dir=tmp_path / "fit",
+        trainer=TRAINER,
+        inference=INFERENCE,
+        progress=False,
+        cluster=cluster,
+    )
+    first, second = result.metrics
+    assert result.steps == 2
+    assert abs(first["actor/reference_kl"]) < 1e-6
+    assert second["actor/reference_kl"] > 1e-4
+    assert first["rollout_corr/check_abs_diff"] < 1e-3
