@@ -22,7 +22,7 @@ from benchmarks.train_rows import equal_rows, write_rows
 
 MODEL = "smollm2-135m-instruct"
 POLICIES = 8
-ROWS, LENGTH = 4, 48
+ROWS, LENGTH = 4, 128
 SAMPLE_S = 0.25
 MEMORY_REPS = 3
 BASELINE = "eight processes with one thread each: transformers, peft, AdamW"
