@@ -66,7 +66,7 @@ def _fit(cluster: ot.Cluster, model: Path, run_dir: Path, callbacks: list[ot.Cal
         learning_rate=1e-3,
         sampling=ot.SamplingParams(max_tokens=8),
         checkpoint_every=CHECKPOINT_EVERY,
-        seed=12,
+        seed=13,
         run_dir=run_dir,
         callbacks=callbacks,
         trainer=ot.ServerOptions(engine="torch", dtype="float32", context_tokens=1024),
