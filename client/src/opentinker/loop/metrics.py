@@ -1,6 +1,6 @@
 """The metrics of a step. One table: docs/metrics.md lists the names; they are verl's where verl has one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from opentinker.rollout.trajectory import Batch
 from opentinker.sampling.params import StopReason
 from opentinker.training.results import ForwardBackwardResult, Metrics, StepResult, Sum
 from opentinker.training.samples import TrainSamples
+from opentinker.training.spread import spread
 
 
 def of_batch(batch: Batch, trainer_version: int) -> dict[str, float]:
@@ -136,15 +137,3 @@ def added(results: Sequence[Metrics]) -> dict[str, Sum]:
             known = totals.get(name, Sum(0.0, 0.0))
             totals[name] = Sum(known.sum + value.sum, known.weight + value.weight)
     return totals
-
-
-def spread(name: str, values: Sequence[float] | Iterable[float]) -> dict[str, float]:
-    """mean, max and min; nothing where there is nothing."""
-    array = np.asarray(list(values), dtype=np.float64)
-    if not array.size:
-        return {}
-    return {
-        f"{name}/mean": float(array.mean()),
-        f"{name}/max": float(array.max()),
-        f"{name}/min": float(array.min()),
-    }

@@ -25,6 +25,7 @@ from opentinker.training.advantages import (
     zero_variance as is_zero_variance,
 )
 from opentinker.training.samples import TrainSample, TrainSamples
+from opentinker.training.spread import spread
 
 Floats = NDArray[np.float64]
 
@@ -148,9 +149,9 @@ def credit(
             replace(row, returns=back.astype(np.float32), old_values=np.asarray(old, dtype=np.float32))
             for row, back, old in zip(rows, episodes.split(made.returns), values, strict=True)
         ]
-    metrics = episodes.metrics | _spread("critic/advantages", _at_loss_tokens(rows, advantages))
+    metrics = episodes.metrics | spread("critic/advantages", _at_loss_tokens(rows, advantages))
     if bonus is not None or token_bonus is not None:
-        metrics |= _spread("critic/rewards", np.asarray(shaped.total))
+        metrics |= spread("critic/rewards", np.asarray(shaped.total))
     return TrainSamples(rows, metrics)
 
 
@@ -241,13 +242,3 @@ def _rows(trajectory: Trajectory) -> Iterator[TrainSample]:
 def _at_loss_tokens(rows: Sequence[TrainSample], arrays: Sequence[Floats]) -> Floats:
     chosen = [array[np.asarray(row.loss_mask, dtype=bool)] for row, array in zip(rows, arrays, strict=True)]
     return np.concatenate(chosen) if chosen else np.zeros(0)
-
-
-def _spread(name: str, values: Floats) -> dict[str, float]:
-    if not values.size:
-        return {}
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
