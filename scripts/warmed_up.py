@@ -18,7 +18,7 @@ SEEDS = (0, 1, 2)
 GAIN = 0.25
 """What the held-out score must rise by."""
 RANGE = {"min": 2, "max": 20}
-CHATS = 640
+CHATS = 480
 WRONG = 0.5
 """Share of the labels that are off."""
 EDGE_STEPS = 5

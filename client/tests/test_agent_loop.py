@@ -13,7 +13,8 @@ from opentinker.environments.base import Environment
 from opentinker.environments.content import Message
 from opentinker.environments.sources import LocalEnvironment
 from opentinker.environments.types import Action, EndReason, Observation, StepResult
-from opentinker.rollout.agent_loop import AgentLoop, Limits
+from opentinker.rollout.agent_loop import AgentLoop
+from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Trajectory
 from opentinker.sampling.params import Completion, StopReason

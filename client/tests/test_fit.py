@@ -13,7 +13,7 @@ from client.tests.doubles.trainer import abort
 import opentinker as ot
 from opentinker import errors
 from opentinker.environments.builtin import Arithmetic, GuessNumber
-from opentinker.loop.fit import FitResult
+from opentinker.loop.result import FitResult
 from opentinkerapi.run.v1 import run_pb2
 from opentinkerapi.runtime.reasons import Reason
 

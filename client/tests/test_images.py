@@ -16,7 +16,8 @@ from opentinker.environments.content import Content, Image, Json, Message
 from opentinker.environments.errors import InvalidEpisodeData
 from opentinker.environments.sources import LocalEnvironment
 from opentinker.environments.types import Action, Observation, StepResult
-from opentinker.rollout.agent_loop import AgentLoop, Limits
+from opentinker.rollout.agent_loop import AgentLoop
+from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Batch, Group, Trajectory
 from opentinker.sampling.params import Completion, StopReason

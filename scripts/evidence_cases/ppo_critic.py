@@ -12,7 +12,7 @@ import opentinker as ot
 from scripts.evidence_cases import Progress
 from scripts.warmed_up import GAIN, SEEDS, learn
 
-STEPS = 35
+STEPS = 40
 
 
 def run(progress: Progress) -> dict[str, object]:
@@ -27,7 +27,7 @@ def run(progress: Progress) -> dict[str, object]:
                 tuning=ot.LoRA(rank=16, alpha=32),
                 warm_rate=4e-4,
                 rate=ot.schedules.Linear(3e-4, STEPS),
-                groups_per_step=48,
+                groups_per_step=64,
                 steps=STEPS,
             ),
         )

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from opentinker.errors import OpenTinkerError
     from opentinker.loop.algorithms import GRPO, ActorCritic, Critic, KLPenalty, Overlong
     from opentinker.loop.evaluation import EvaluationResult
-    from opentinker.loop.fit import FitResult, fit, fit_async
+    from opentinker.loop.fit import fit, fit_async
     from opentinker.loop.loggers import Callback
     from opentinker.loop.play import RunResult, evaluate, evaluate_async, run, run_async
+    from opentinker.loop.result import FitResult
     from opentinker.loop.settings import Evaluation
-    from opentinker.rollout.agent_loop import Limits
+    from opentinker.rollout.limits import Limits
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.params import Completion, SamplingParams
@@ -94,11 +95,12 @@ _HOMES = {
     "errors": ("OpenTinkerError",),
     "loop.algorithms": ("GRPO", "ActorCritic", "Critic", "KLPenalty", "Overlong"),
     "loop.evaluation": ("EvaluationResult",),
-    "loop.fit": ("FitResult", "fit", "fit_async"),
+    "loop.fit": ("fit", "fit_async"),
     "loop.loggers": ("Callback",),
     "loop.play": ("RunResult", "evaluate", "evaluate_async", "run", "run_async"),
+    "loop.result": ("FitResult",),
     "loop.settings": ("Evaluation",),
-    "rollout.agent_loop": ("Limits",),
+    "rollout.limits": ("Limits",),
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.params": ("Completion", "SamplingParams"),

@@ -7,7 +7,7 @@ import numpy as np
 from client.tests.doubles.cluster import World
 
 import opentinker as ot
-from opentinker.loop.fit import FitResult
+from opentinker.loop.result import FitResult
 from opentinkerapi.runtime.tensors import unpack_floats
 
 EVEN = ot.single_turn(

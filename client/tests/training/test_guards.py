@@ -14,7 +14,7 @@ from client.tests.doubles.trainer import rows_of, sampled
 import opentinker as ot
 from opentinker import errors
 from opentinker.loop import self_check
-from opentinker.loop.fit import FitResult
+from opentinker.loop.result import FitResult
 from opentinker.training.samples import TrainSample
 from opentinkerapi.run.v1 import run_pb2
 

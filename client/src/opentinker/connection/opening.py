@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opentinker import errors
-from opentinker.connection import stack
 from opentinker.connection.calls import ControlPlane
 from opentinker.connection.cluster import Cluster, active
 from opentinker.connection.portal import Portal
@@ -52,7 +51,9 @@ def connect(
     with notices(progress) as say:
         embedded = None
         if address is None:
-            embedded = stack.start_or_attach(state_dir, settings or {}, say)
+            from opentinker.connection.stack import start_or_attach
+
+            embedded = start_or_attach(state_dir, settings or {}, say)
         elif settings or state_dir is not None:
             raise errors.invalid(
                 "state_dir" if state_dir is not None else "settings", "only for an embedded stack"

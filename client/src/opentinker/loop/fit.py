@@ -1,78 +1,28 @@
 """`fit()`: reinforcement learning of a policy in an environment, in one call.
 
 Written with what the package offers everybody (`create_policy`, `rollouts`, `train_samples`, `forward`,
-`forward_backward`, `optim_step`, `publish`, `save_checkpoint`, `evaluate`): `train` below is the loop to
-copy and change, `opentinker.loop.learner` what it does with a batch.
-
-Whatever dies on the way (trainer, inference server, environment worker, scheduler) is waited for; seeds and
-request ids depend on the run and the step only, so on a deterministic engine the run ends with the same
-weights.
+`forward_backward`, `optim_step`, `publish`, `save_checkpoint`, `evaluate`): `loop.train` has the loop.
 """
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opentinker import errors
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.opening import active_cluster
 from opentinker.environments.base import check_class
 from opentinker.environments.sources import EnvironmentSpec
-from opentinker.loop import metrics as measure
 from opentinker.loop.algorithms import GRPO, Algorithm, Schedule
-from opentinker.loop.evaluation import EvaluationResult, play_held_out
-from opentinker.loop.learner import Learner
 from opentinker.loop.loggers import check_callbacks, check_loggers
-from opentinker.loop.recorder import Recorder
+from opentinker.loop.result import FitResult
 from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_later
-from opentinker.rollout.agent_loop import Limits
-from opentinker.rollout.rollouts import TRAIN, Rollouts
-from opentinker.rollout.trajectory import Batch
-from opentinker.sampling import identity
+from opentinker.rollout.limits import Limits
 from opentinker.sampling.params import SamplingParams
-from opentinker.training.policy import Policy
 from opentinker.training.results import Checkpoint
 from opentinker.training.tuning import AdamW, LoRA, ServerOptions, Tuning
 
 CLIP_NORM = 1.0
-
-_Recorder = Recorder[EvaluationResult]
-
-
-@dataclass(frozen=True, slots=True)
-class FitResult:
-    """What a run came to. `policy` can be used while its cluster is open; its versions and checkpoints
-    stay.
-    """
-
-    policy: Policy
-    run: str
-    run_dir: Path
-    steps: int
-    """Optimizer steps taken."""
-    metrics: list[dict[str, float]] = field(repr=False)
-    """One row a step."""
-    evaluations: list[tuple[int, EvaluationResult]] = field(repr=False)
-    """(step, result), step 0 before training."""
-    checkpoint: Checkpoint | None = None
-    """The last one saved."""
-    stopped: str = ""
-    """Why it ended before its last step, if it did."""
-    critic: Policy | None = None
-    """The critic's own policy, where the algorithm has one."""
-
-    @property
-    def version(self) -> int:
-        """The newest published version."""
-        return self.policy.version
-
-    @property
-    def rewards(self) -> list[float]:
-        """The mean reward of each step."""
-        return [row["critic/score/mean"] for row in self.metrics if "critic/score/mean" in row]
 
 
 def fit(
@@ -92,7 +42,7 @@ def fit(
     checkpoint_every: int | None = None,
     seed: int = 0,
     env_options: Mapping[str, Any] | None = None,
-    split: str = TRAIN,
+    split: str = "train",
     shuffle: bool = True,
     name: str = "",
     run_dir: str | Path | None = None,
@@ -129,7 +79,7 @@ def fit(
     """
     plan = _plan(locals())
     chosen = cluster if cluster is not None else active_cluster()
-    return chosen.portal.run(train(plan, chosen))
+    return chosen.portal.run(_train(plan, chosen))
 
 
 async def fit_async(
@@ -138,181 +88,14 @@ async def fit_async(
     """`fit()` for coroutines of any event loop; takes the same options."""
     plan = _plan({**_DEFAULTS, "env": env, "model": model, **_known(options), "later": _unknown(options)})
     chosen = cluster if cluster is not None else await asyncio.to_thread(active_cluster)
-    return await chosen.portal.bridge(train(plan, chosen))
+    return await chosen.portal.bridge(_train(plan, chosen))
 
 
-async def train(plan: Plan, cluster: Cluster) -> FitResult:
-    """The loop. Runs on the client's event loop."""
-    async with await _Recorder.open(
-        plan, cluster, steps=plan.steps, reply_limit=plan.sampling.max_tokens
-    ) as recorder:
-        policy = await cluster.create_policy(
-            plan.model,
-            tuning=plan.policy_tuning,
-            seed=identity.seed(plan.seed, "adapter"),
-            name=plan.name,
-            trainer=plan.trainer,
-            inference=plan.inference,
-            run=recorder.run,
-        )
-        await recorder.working_on(policy.job.name)
-        critic = None
-        if plan.critic_tuning is not None:
-            critic = await cluster.create_policy(
-                plan.model,
-                tuning=plan.critic_tuning,
-                seed=identity.seed(plan.seed, "critic"),
-                name=f"{plan.name} critic".strip(),
-                beside=policy,
-            )
-        await _start(plan, policy, critic)
-        begun = policy.step
-        batches = Rollouts(
-            policy,
-            plan.env,
-            groups=plan.groups_per_step,
-            group_size=plan.algorithm.group_size,
-            params=plan.sampling,
-            limits=plan.limits,
-            seed=plan.seed,
-            options=plan.env_options,
-            split=plan.split,
-            shuffle=plan.shuffle,
-            scope=recorder.run,
-        )
-        try:
-            stopped = await _steps(plan, Learner(plan, policy, critic), policy, batches, recorder)
-        finally:
-            await batches.close()
-        result = FitResult(
-            policy,
-            recorder.run,
-            recorder.directory,
-            policy.step - begun,
-            recorder.rows,
-            recorder.evaluations,
-            policy.checkpoint,
-            stopped,
-            critic,
-        )
-        for callback in plan.callbacks:
-            callback.on_end(result)
-    return result
+def _train(plan: Plan, cluster: Cluster) -> Coroutine[Any, Any, FitResult]:
+    # Loaded when a run begins: who imports the package does not wait for it.
+    from opentinker.loop.train import train
 
-
-async def _start(plan: Plan, policy: Policy, critic: Policy | None) -> None:
-    """Give the policy the weights that it starts from, and make them its next version. A critic with the same
-    tuning starts from them too, its head new: it then knows what the policy knows.
-    """
-    if not plan.from_checkpoint:
-        return
-    await policy.restore(plan.from_checkpoint, weights_only=True)
-    if critic is not None and plan.critic_tuning == replace(plan.tuning, value_head=True):
-        await critic.restore(plan.from_checkpoint, weights_only=True)
-    version = await policy.publish()
-    await policy.load(version.version)
-
-
-async def _steps(plan: Plan, learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder) -> str:
-    """All steps, with what is due between them. Returns why it stopped early, if it did."""
-    await _evaluate(plan, policy, recorder, 0)
-    constant = 0
-    for step in range(1, plan.steps + 1):
-        started = time.monotonic()
-        batch = await anext(batches)
-        row = measure.of_batch(batch, policy.version)
-        learned = await learner.learn(batch, step)
-        row |= learned.row | {"training/skipped": float(not learned.updated)}
-        constant = constant + 1 if learned.inert else 0
-        if not learned.updated:
-            recorder.note(f"step {step} skipped: {_why_inert(batch)}")
-        recorder.step(step, _timed(row, time.monotonic() - started))
-        due = plan.checkpoint_every is not None and step % plan.checkpoint_every == 0
-        # A step whose gradient was not finite changed nothing, and may be the first of many: the last good
-        # state is the one before.
-        if due and not row.get("training/nonfinite_skips"):
-            await _save(learner, policy, batches, recorder, step)
-        stop = await _stop(plan, learner, policy, batches, recorder, step, row, constant)
-        last = step == plan.steps or bool(stop)
-        if last or (plan.evaluation and plan.evaluation.every and step % plan.evaluation.every == 0):
-            await _evaluate(plan, policy, recorder, step)
-        if stop:
-            recorder.note(stop)
-            return stop
-    return ""
-
-
-async def _evaluate(plan: Plan, policy: Policy, recorder: _Recorder, step: int) -> None:
-    if plan.evaluation is None:
-        return
-    result = await play_held_out(
-        policy,
-        plan.env,
-        samples=plan.evaluation.samples,
-        tasks=plan.evaluation.tasks,
-        split=plan.evaluation.split,
-        params=plan.evaluation.sampling or plan.sampling,
-        limits=plan.limits,
-        seed=plan.seed,
-        options=plan.env_options,
-        version=policy.version,
-        scope=f"{recorder.run}/evaluation/{step}",
-    )
-    recorder.evaluated(step, result)
-
-
-async def _save(learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder, step: int) -> None:
-    saved = await learner.save(f"step {step}")
-    state = {"next_ordinal": batches.next_ordinal, "version": policy.version, "optimizer_step": policy.step}
-    await recorder.saved(step, saved, state | learner.state())
-
-
-async def _stop(
-    plan: Plan,
-    learner: Learner,
-    policy: Policy,
-    batches: Rollouts,
-    recorder: _Recorder,
-    step: int,
-    row: Mapping[str, float],
-    constant: int,
-) -> str:
-    """Why to end now, or nothing. TrainingStopped where what is left is of no use."""
-    if constant >= plan.stop_after_constant:
-        return f"stopped: no group had rewards that differ, {constant} steps in a row"
-    if row.get("training/nonfinite_skips", 0.0) >= plan.stop_after_skipped:
-        if policy.checkpoint is None:
-            # Skipped steps changed nothing: this is the state before the first of them.
-            await _save(learner, policy, batches, recorder, step)
-        assert policy.checkpoint is not None
-        raise errors.TrainingStopped(
-            f"the gradient was not finite for {plan.stop_after_skipped} steps in a row; "
-            f"last good checkpoint: {policy.checkpoint.name} (optimizer step {policy.checkpoint.step})",
-            reason=None,
-            metadata={"checkpoint": policy.checkpoint.name},
-        )
-    return ""
-
-
-def _why_inert(batch: Batch) -> str:
-    rewards = batch.rewards
-    if not rewards:
-        reasons = sorted({trajectory.error or trajectory.end_reason.value for trajectory in batch})
-        return f"no episode has a reward ({'; '.join(reasons[:3])})"
-    low, high = min(rewards), max(rewards)
-    spread = f"all are {low:g}" if low == high else f"between {low:g} and {high:g}, equal within each group"
-    return f"the rewards of each group are equal ({spread}), so there is nothing to prefer"
-
-
-def _timed(row: dict[str, float], seconds: float) -> dict[str, float]:
-    engine = sum(value for name, value in row.items() if name.startswith("timing_s/engine_"))
-    return row | {
-        "timing_s/step": seconds,
-        "timing_s/engine": engine,
-        "timing_s/outside_engine": max(0.0, seconds - engine),
-        "perf/time_per_step": seconds,
-        "perf/throughput": row.get("perf/total_num_tokens", 0.0) / seconds if seconds else 0.0,
-    }
+    return train(plan, cluster)
 
 
 _DEFAULTS: dict[str, Any] = {

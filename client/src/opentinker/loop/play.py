@@ -7,8 +7,8 @@ from typing import Any
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import invalid
-from opentinker.loop.evaluation import EvaluationResult, play_held_out
-from opentinker.rollout.agent_loop import Limits
+from opentinker.loop.evaluation import EvaluationResult
+from opentinker.rollout.limits import Limits
 from opentinker.rollout.trajectory import Trajectory
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.policy import Policy
@@ -81,6 +81,9 @@ async def _evaluate(
     env_options: Mapping[str, Any] | None = None,
     version: int | None = None,
 ) -> EvaluationResult:
+    # Loaded when something is played: who imports the package does not wait for it.
+    from opentinker.loop.held_out import play_held_out
+
     return await play_held_out(
         policy,
         env,

@@ -10,7 +10,7 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
-from opentinker.rollout.agent_loop import Limits
+from opentinker.rollout.limits import Limits
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
 from opentinker.training.losses import CrossEntropy

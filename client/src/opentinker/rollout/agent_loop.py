@@ -10,7 +10,6 @@ What raises is a fault of the caller (a model that is not there, an option that 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from opentinker.environments.content import Message
 from opentinker.environments.rewards import Reward, RewardSum
 from opentinker.environments.session import EnvironmentSession, end_reason_of
 from opentinker.environments.types import Action, EndReason, StepResult
+from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Segment, Trajectory, Turn
 from opentinker.sampling.params import Completion, StopReason
@@ -41,24 +41,6 @@ class LoopState(Enum):
     GENERATING = "generating"
     INTERACTING = "interacting"
     TERMINATED = "terminated"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What ends an episode that does not end by itself. None: no such limit."""
-
-    turns: int | None = None
-    """Sampled actions; then TURN_LIMIT."""
-    tokens_per_episode: int | None = None
-    """Prompts, actions and replies together; then TOKEN_LIMIT."""
-    wall_clock_s: float | None = None
-    """Then EPISODE_TIMEOUT, which never counts against the model."""
-
-    def __post_init__(self) -> None:
-        for name in ("turns", "tokens_per_episode", "wall_clock_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise errors.invalid(name, f"must be above 0, not {value}")
 
 
 class _Tokens:

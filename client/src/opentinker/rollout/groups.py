@@ -16,7 +16,8 @@ from opentinker import errors
 from opentinker.connection.together import together
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSource
-from opentinker.rollout.agent_loop import AgentLoop, Limits
+from opentinker.rollout.agent_loop import AgentLoop
+from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Group
 from opentinker.sampling import identity

@@ -18,8 +18,8 @@ from opentinker import errors
 from opentinker.connection.together import together
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSource, EnvironmentSpec, environment_source
-from opentinker.rollout.agent_loop import Limits
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
+from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Batch, Group
 from opentinker.sampling import identity

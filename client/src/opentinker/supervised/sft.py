@@ -1,7 +1,7 @@
 """`sft()`: supervised fine-tuning on a data set, in one call. The loop itself is in `supervised.loop`."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.supervised.batches import BatchSize
 from opentinker.supervised.data import Source, read
 from opentinker.supervised.encoding import RewrittenHistory, TooLong, TrainOn
-from opentinker.supervised.loop import train
 from opentinker.supervised.result import SftResult
 from opentinker.supervised.settings import (
     BATCH_ROWS,
@@ -90,7 +89,7 @@ def sft(
     """
     plan = _plan(locals())
     chosen = cluster if cluster is not None else active_cluster()
-    return chosen.portal.run(train(plan, chosen))
+    return chosen.portal.run(_train(plan, chosen))
 
 
 async def sft_async(data: Source, model: str, *, cluster: Cluster | None = None, **options: Any) -> SftResult:
@@ -100,7 +99,14 @@ async def sft_async(data: Source, model: str, *, cluster: Cluster | None = None,
     given = {**_DEFAULTS, **known, "data": data, "model": model, "unknown": unknown}
     plan = await asyncio.to_thread(_plan, given)
     chosen = cluster if cluster is not None else await asyncio.to_thread(active_cluster)
-    return await chosen.portal.bridge(train(plan, chosen))
+    return await chosen.portal.bridge(_train(plan, chosen))
+
+
+def _train(plan: Plan, cluster: Cluster) -> Coroutine[Any, Any, SftResult]:
+    # Loaded when a run begins: who imports the package does not wait for it.
+    from opentinker.supervised.loop import train
+
+    return train(plan, cluster)
 
 
 _DEFAULTS: dict[str, Any] = {
