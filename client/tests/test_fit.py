@@ -1,10 +1,13 @@
 """`fit()` and its neighbours on doubles over real gRPC: the loop, what it records, what it refuses."""
 
+import asyncio
 import json
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from client.tests.doubles.cluster import World, world
 from client.tests.doubles.inference import InferenceDouble
@@ -297,6 +300,42 @@ def test_run_and_evaluate(policy: ot.Policy) -> None:
         ot.run(policy, EVEN, episodes=0)
 
 
+def test_b40_a_reward_belongs_to_its_completion(policy: ot.Policy) -> None:
+    """Whoever is scored first stays with its own tokens: the earlier an episode, the longer its scoring."""
+    waits = iter(range(11, -1, -1))
+
+    class Slow(ot.Environment):
+        max_turns = 1
+
+        def reset(self, *, seed: int, task: dict[str, Any]) -> ot.Observation:
+            self.wait = next(waits) * 0.02
+            return ot.Observation("Say a number.")
+
+        def step(self, action: ot.Action) -> ot.StepResult:
+            time.sleep(self.wait)
+            finished.append(self.wait)
+            return ot.StepResult(reward=float(action.text), terminated=True)
+
+    finished: list[float] = []
+
+    async def play() -> ot.Batch:
+        async for batch in ot.rollouts(policy, Slow, groups=3, group_size=4):
+            return batch
+        raise AssertionError
+
+    batch = asyncio.run(play())
+    assert finished == sorted(finished)  # in the reverse of the order in which they began
+    said = [float(trajectory.turns[0].text) for trajectory in batch]
+    assert len(set(said)) > 4
+    assert [trajectory.reward.value for trajectory in batch] == said
+    tokenizer = policy.tokenizer().result()
+    for row in ot.train_samples(batch, advantage=lambda rewards: np.asarray(rewards)):
+        assert row.advantages is not None
+        own = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
+        told = {float(each) for each, mask in zip(row.advantages, row.loss_mask, strict=True) if mask}
+        assert told == {float(tokenizer.decode(own[:-1]))}
+
+
 def test_sampling_from_a_policy(doubles: World, policy: ot.Policy) -> None:
     completions = policy.sample([1, 2, 3], ot.SamplingParams(max_tokens=4), n=3, seed=11).result()
     assert [completion.seed for completion in completions] == [11, 12, 13]
@@ -320,7 +359,6 @@ def test_an_engine_that_dies_again_and_again_is_an_error(doubles: World, policy:
 
 def test_the_loop_of_a_user(doubles: World, policy: ot.Policy) -> None:
     """The loop of the README, on a loop that is not the client's."""
-    import asyncio
 
     async def loop() -> int:
         steps = 0
@@ -340,8 +378,6 @@ def test_the_loop_of_a_user(doubles: World, policy: ot.Policy) -> None:
 
 
 def test_fit_from_a_coroutine(doubles: World, tmp_path: Path) -> None:
-    import asyncio
-
     result = asyncio.run(
         ot.fit_async(EVEN, "tiny", steps=2, groups_per_step=1, run_dir=tmp_path, cluster=doubles.cluster)
     )

@@ -3,6 +3,8 @@
 import math
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -284,3 +286,35 @@ async def test_guess_number_can_be_won_by_halving_and_ends_after_its_guesses() -
         result = await session.step(Action("no idea" if seq % 2 else "1"), seq)
         assert result.terminated == (seq == 7)
     assert (await session.finalize()).reward.value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "task"),
+    [
+        (Arithmetic(), {"a": 123_456, "op": "+", "b": 654_321}),
+        (GuessNumber(high=999_999), {"number": 777_777}),
+    ],
+    ids=["arithmetic", "guess_number"],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('touch {marker}')",
+        "eval(\"open('{marker}', 'w')\")",
+        "9**9**9",
+        "9" * 100_000,
+        "-" * 100_000,
+        "1." * 50_000,
+    ],
+    ids=["import", "eval", "power", "digits", "signs", "dots"],
+)
+def test_b50_what_a_model_says_is_never_run(
+    environment: Environment, task: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "marker"
+    environment.reset(seed=0, task=task)
+    started = time.process_time()
+    result = environment.step(Action(text.format(marker=marker)))
+    assert time.process_time() - started < 1
+    assert not result.reward.value
+    assert not marker.exists()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from opentinker.environments.base import Environment, Task
 from opentinker.environments.builtin.draws import draw
+from opentinker.environments.builtin.numbers import integer
 from opentinker.environments.errors import InvalidEpisodeData, InvalidOptions
 from opentinker.environments.types import Action, Observation, StepResult
 
@@ -83,7 +84,7 @@ def last_integer(text: str) -> int | None:
     numbers = _NUMBER.findall(text)
     if not numbers or "." in numbers[-1]:
         return None
-    return int(numbers[-1].replace("−", "-"))
+    return integer(numbers[-1].replace("−", "-"))
 
 
 def _read(task: Mapping[str, Any]) -> Problem:

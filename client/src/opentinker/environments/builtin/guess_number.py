@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from opentinker.environments.base import Environment
 from opentinker.environments.builtin.draws import draw
+from opentinker.environments.builtin.numbers import integer
 from opentinker.environments.errors import InvalidEpisodeData, InvalidOptions
 from opentinker.environments.types import Action, Observation, StepResult
 
@@ -45,7 +46,7 @@ class GuessNumber(Environment):
         self._guesses += 1
         left = self._max_guesses - self._guesses
         numbers = re.findall(r"\d+", action.text)
-        guess = int(numbers[-1]) if numbers else None
+        guess = integer(numbers[-1]) if numbers else None
         info = {"guess": guess, "guesses_left": left}
         if guess == self._number:
             self._found = True
