@@ -43,6 +43,7 @@ class Reason(StrEnum):
     ENVIRONMENT_NOT_FOUND = "ENVIRONMENT_NOT_FOUND"
     TOKENIZER_NOT_FOUND = "TOKENIZER_NOT_FOUND"
     LOOP_STATE_NOT_FOUND = "LOOP_STATE_NOT_FOUND"
+    DEPLOYMENT_NOT_FOUND = "DEPLOYMENT_NOT_FOUND"
     REQUEST_ID_REUSED = "REQUEST_ID_REUSED"
     SEQ_REUSED = "SEQ_REUSED"
     ALREADY_REGISTERED = "ALREADY_REGISTERED"
@@ -132,6 +133,7 @@ CATALOGUE: Mapping[Reason, Entry] = MappingProxyType(
         Reason.ENVIRONMENT_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such environment"),
         Reason.TOKENIZER_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no tokenizer file of that digest"),
         Reason.LOOP_STATE_NOT_FOUND: Entry(_Code.NOT_FOUND, "the run has no loop state yet"),
+        Reason.DEPLOYMENT_NOT_FOUND: Entry(_Code.NOT_FOUND, "no such deployment"),
         Reason.REQUEST_ID_REUSED: Entry(
             _Code.ALREADY_EXISTS, "the request id was used with another request; make a new one"
         ),

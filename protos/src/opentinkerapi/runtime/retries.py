@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 
 import opentinkerapi
 
-READ_VERBS = ("Get", "List", "Watch", "Score", "Tokenize", "Detokenize", "Render")
+READ_VERBS = ("Get", "List", "Watch", "Score", "Tokenize", "Detokenize", "Render", "Resolve")
 
 POLICY = {
     "maxAttempts": 5,

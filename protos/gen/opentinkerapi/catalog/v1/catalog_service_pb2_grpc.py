@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CatalogServiceStub(object):
-    """CatalogService records policies, versions and checkpoints. Trainers write with the service key.
+    """CatalogService records policies, versions and checkpoints, which trainers write with the service key; and deploys
+    them.
     """
 
     def __init__(self, channel):
@@ -95,10 +96,46 @@ class CatalogServiceStub(object):
                 request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointResponse.FromString,
                 _registered_method=True)
+        self.CreateDeployment = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/CreateDeployment',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.CreateDeploymentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.CreateDeploymentResponse.FromString,
+                _registered_method=True)
+        self.GetDeployment = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/GetDeployment',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.GetDeploymentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.GetDeploymentResponse.FromString,
+                _registered_method=True)
+        self.ListDeployments = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/ListDeployments',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListDeploymentsRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListDeploymentsResponse.FromString,
+                _registered_method=True)
+        self.PromoteDeployment = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/PromoteDeployment',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.PromoteDeploymentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.PromoteDeploymentResponse.FromString,
+                _registered_method=True)
+        self.RollBackDeployment = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/RollBackDeployment',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.RollBackDeploymentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.RollBackDeploymentResponse.FromString,
+                _registered_method=True)
+        self.DeleteDeployment = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/DeleteDeployment',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteDeploymentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteDeploymentResponse.FromString,
+                _registered_method=True)
+        self.ResolveModel = channel.unary_unary(
+                '/opentinkerapi.catalog.v1.CatalogService/ResolveModel',
+                request_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ResolveModelRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ResolveModelResponse.FromString,
+                _registered_method=True)
 
 
 class CatalogServiceServicer(object):
-    """CatalogService records policies, versions and checkpoints. Trainers write with the service key.
+    """CatalogService records policies, versions and checkpoints, which trainers write with the service key; and deploys
+    them.
     """
 
     def RegisterPolicy(self, request, context):
@@ -211,6 +248,72 @@ class CatalogServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateDeployment(self, request, context):
+        """CreateDeployment serves a model under a name, in an inference job of its own that needs no client. It is recorded
+        at once and answers once its state is SERVING.
+        Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDeployment(self, request, context):
+        """GetDeployment returns one deployment.
+        Errors: DEPLOYMENT_NOT_FOUND.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeployments(self, request, context):
+        """ListDeployments lists the deployments of the project, newest first.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromoteDeployment(self, request, context):
+        """PromoteDeployment serves other weights of the same base model under the name, from the next request on; requests
+        that run end with what they began with. The same model again changes nothing but gives a failed deployment a new
+        job.
+        Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBackDeployment(self, request, context):
+        """RollBackDeployment serves again what was served before; once more goes back further.
+        Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteDeployment(self, request, context):
+        """DeleteDeployment ends a deployment and frees its servers; the weights stay.
+        Errors: DEPLOYMENT_NOT_FOUND, REQUEST_ID_REUSED.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResolveModel(self, request, context):
+        """ResolveModel says which weights a name stands for and who serves them now.
+        Errors: UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, DEPLOYMENT_NOT_FOUND, INVALID_STATE.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CatalogServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -274,6 +377,41 @@ def add_CatalogServiceServicer_to_server(servicer, server):
                     request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointResponse.SerializeToString,
             ),
+            'CreateDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateDeployment,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.CreateDeploymentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.CreateDeploymentResponse.SerializeToString,
+            ),
+            'GetDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDeployment,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.GetDeploymentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.GetDeploymentResponse.SerializeToString,
+            ),
+            'ListDeployments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeployments,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListDeploymentsRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListDeploymentsResponse.SerializeToString,
+            ),
+            'PromoteDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteDeployment,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.PromoteDeploymentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.PromoteDeploymentResponse.SerializeToString,
+            ),
+            'RollBackDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackDeployment,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.RollBackDeploymentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.RollBackDeploymentResponse.SerializeToString,
+            ),
+            'DeleteDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteDeployment,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteDeploymentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteDeploymentResponse.SerializeToString,
+            ),
+            'ResolveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResolveModel,
+                    request_deserializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ResolveModelRequest.FromString,
+                    response_serializer=opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ResolveModelResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'opentinkerapi.catalog.v1.CatalogService', rpc_method_handlers)
@@ -283,7 +421,8 @@ def add_CatalogServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CatalogService(object):
-    """CatalogService records policies, versions and checkpoints. Trainers write with the service key.
+    """CatalogService records policies, versions and checkpoints, which trainers write with the service key; and deploys
+    them.
     """
 
     @staticmethod
@@ -600,6 +739,195 @@ class CatalogService(object):
             '/opentinkerapi.catalog.v1.CatalogService/DeleteCheckpoint',
             opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointRequest.SerializeToString,
             opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/CreateDeployment',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.CreateDeploymentRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.CreateDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/GetDeployment',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.GetDeploymentRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.GetDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeployments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/ListDeployments',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListDeploymentsRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ListDeploymentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/PromoteDeployment',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.PromoteDeploymentRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.PromoteDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/RollBackDeployment',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.RollBackDeploymentRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.RollBackDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/DeleteDeployment',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteDeploymentRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.DeleteDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResolveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.catalog.v1.CatalogService/ResolveModel',
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ResolveModelRequest.SerializeToString,
+            opentinkerapi_dot_catalog_dot_v1_dot_catalog__service__pb2.ResolveModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """No tokenizer file of that digest. NOT_FOUND."""
     ERROR_REASON_LOOP_STATE_NOT_FOUND: _ErrorReason.ValueType  # 43
     """The run has no loop state yet. NOT_FOUND."""
+    ERROR_REASON_DEPLOYMENT_NOT_FOUND: _ErrorReason.ValueType  # 44
+    """No such deployment in the project. NOT_FOUND."""
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 50
     """The request id was used with another body. ALREADY_EXISTS."""
     ERROR_REASON_SEQ_REUSED: _ErrorReason.ValueType  # 51
@@ -204,6 +206,8 @@ ERROR_REASON_TOKENIZER_NOT_FOUND: ErrorReason.ValueType  # 42
 """No tokenizer file of that digest. NOT_FOUND."""
 ERROR_REASON_LOOP_STATE_NOT_FOUND: ErrorReason.ValueType  # 43
 """The run has no loop state yet. NOT_FOUND."""
+ERROR_REASON_DEPLOYMENT_NOT_FOUND: ErrorReason.ValueType  # 44
+"""No such deployment in the project. NOT_FOUND."""
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 50
 """The request id was used with another body. ALREADY_EXISTS."""
 ERROR_REASON_SEQ_REUSED: ErrorReason.ValueType  # 51

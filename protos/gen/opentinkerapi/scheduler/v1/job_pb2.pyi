@@ -163,7 +163,7 @@ class _OnClientLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnClient
     ON_CLIENT_LOSS_CANCEL: _OnClientLoss.ValueType  # 2
     """The job becomes CANCELLED."""
     ON_CLIENT_LOSS_DETACH: _OnClientLoss.ValueType  # 3
-    """The job goes on; for drivers that run elsewhere. Refused until they exist."""
+    """The job goes on: it has no lease. For INFERENCE jobs; others need a driver."""
 
 class OnClientLoss(_OnClientLoss, metaclass=_OnClientLossEnumTypeWrapper):
     """OnClientLoss says what happens when nobody renews the job's lease."""
@@ -175,7 +175,7 @@ ON_CLIENT_LOSS_PAUSE: OnClientLoss.ValueType  # 1
 ON_CLIENT_LOSS_CANCEL: OnClientLoss.ValueType  # 2
 """The job becomes CANCELLED."""
 ON_CLIENT_LOSS_DETACH: OnClientLoss.ValueType  # 3
-"""The job goes on; for drivers that run elsewhere. Refused until they exist."""
+"""The job goes on: it has no lease. For INFERENCE jobs; others need a driver."""
 Global___OnClientLoss: _TypeAlias = OnClientLoss  # noqa: Y015
 
 class _ServerState:

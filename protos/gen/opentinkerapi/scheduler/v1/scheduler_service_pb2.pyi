@@ -561,6 +561,7 @@ class GetClusterResponse(_message.Message):
     TRAINER_ENGINES_FIELD_NUMBER: _builtins.int
     INFERENCE_ENGINES_FIELD_NUMBER: _builtins.int
     ENV_HOST_ADDRESS_FIELD_NUMBER: _builtins.int
+    GATEWAY_ADDRESS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     """Identity of the cluster."""
     version: _builtins.str
@@ -571,6 +572,8 @@ class GetClusterResponse(_message.Message):
     """Servers that run."""
     env_host_address: _builtins.str
     """Where hosted environments run; empty where there is none."""
+    gateway_address: _builtins.str
+    """Where OpenAI clients are served, as "http://host:port"; empty where there is no gateway."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelInfo]:
         """Models known by name."""
@@ -594,10 +597,11 @@ class GetClusterResponse(_message.Message):
         trainer_engines: _abc.Iterable[_builtins.str] | None = ...,
         inference_engines: _abc.Iterable[_builtins.str] | None = ...,
         env_host_address: _builtins.str = ...,
+        gateway_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "env_host_address", b"env_host_address", "inference_engines", b"inference_engines", "max_servers", b"max_servers", "models", b"models", "running_servers", b"running_servers", "trainer_engines", b"trainer_engines", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "env_host_address", b"env_host_address", "gateway_address", b"gateway_address", "inference_engines", b"inference_engines", "max_servers", b"max_servers", "models", b"models", "running_servers", b"running_servers", "trainer_engines", b"trainer_engines", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
