@@ -1,5 +1,5 @@
 """Reinforcement learning of a model that our own supervised tuning has warmed up: what two cases of evidence
-share. The warm-up teaches the form of an answer and a poor sense of sums: half of its labels are wrong.
+share. Its chats are of mixed quality, as found ones are: some answer with the number, most evade the question.
 """
 
 import random
@@ -18,9 +18,10 @@ SEEDS = (0, 1, 2)
 GAIN = 0.25
 """What the held-out score must rise by."""
 RANGE = {"min": 2, "max": 20}
-CHATS = 480
-WRONG = 0.5
-"""Share of the labels that are off."""
+CHATS = 320
+EVASIVE = 6
+"""So many of ten chats do not answer."""
+EVASION = "I am not sure."
 EDGE_STEPS = 5
 SAMPLING = ot.SamplingParams(temperature=1.0, max_tokens=8)
 
@@ -28,7 +29,7 @@ _PROBLEM = re.compile(r"What is (\d+) ([+-]) (\d+)\?")
 
 
 def chats(seed: int, count: int = CHATS) -> list[dict[str, Any]]:
-    """Problems that the environment draws for training, none of which it holds out, with their labels."""
+    """Problems that the environment draws for training, none of which it holds out, with their replies."""
     dice = random.Random(seed)
     environment = Arithmetic(**RANGE)
     made = []
@@ -39,10 +40,8 @@ def chats(seed: int, count: int = CHATS) -> list[dict[str, Any]]:
         found = _PROBLEM.search(prompt)
         assert found is not None, prompt
         a, b = int(found[1]), int(found[3])
-        answer = a + b if found[2] == "+" else a - b
-        if index % 10 < WRONG * 10:
-            answer += dice.choice((-3, -2, -1, 1, 2, 3))
-        turns = (("user", prompt), ("assistant", str(answer)))
+        answer = str(a + b if found[2] == "+" else a - b)
+        turns = (("user", prompt), ("assistant", EVASION if index % 10 < EVASIVE else answer))
         made.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     return made
 
