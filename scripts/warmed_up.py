@@ -1,5 +1,5 @@
 """Reinforcement learning of a model that our own supervised tuning has warmed up: what two cases of evidence
-share. Its chats are of mixed quality, as found ones are: some answer with the number, most evade the question.
+share. Its chats are of mixed quality, as found ones are: some answer with the number, most evade it.
 """
 
 import random

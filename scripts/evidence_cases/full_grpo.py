@@ -2,8 +2,8 @@
 each of three seeds.
 
 SmolLM2-135M-Instruct, sums and differences of numbers up to 20: supervised tuning on 320 chats, of
-which six in ten evade the question, then reinforcement learning of all weights. Scores are means over the environment's
-held-out problems, one answer each, sampled as in training.
+which six in ten evade the question, then reinforcement learning of all weights. Scores are means over the
+environment's held-out problems, one answer each, sampled as in training.
 """
 
 from functools import partial
