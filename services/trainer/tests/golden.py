@@ -65,5 +65,6 @@ O10_TOKEN_MEAN = -0.146626038162
 N1_TOKEN_MEAN, N1_MEAN_OF_MEANS = 2.0, 3.0
 """Losses 1, 1, 1 in one micro-batch (or rank) and 5 in another; N2 are the same numbers."""
 
-T1_RAW, T1_SCALED = -1.440189698561, -1.699245259261
+T1_RAW, T1_SCALED, T1_PROCESSED = -1.440189698561, -1.699245259261, -1.643401346357
+T1_KEPT_MASS = 0.945686733867
 """Logits 2, 1, 0, -1, token 1, at temperature 1 and 0.7."""

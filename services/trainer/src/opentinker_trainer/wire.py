@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.samples import ARRAYS, Sample, invalid
+from opentinker_trainer.domain.support import Support
 from opentinker_trainer.domain.tuning import (
     DEFAULT_ALPHA,
     AdamWStep,
@@ -56,6 +57,7 @@ def _sample(index: int, message: train_sample_pb2.TrainSample, settings: ImageSe
         loss_mask=np.frombuffer(message.loss_mask, np.uint8).astype(np.bool_),
         **{name: _floats(index, name, getattr(message, name)) for name in ARRAYS},
         temperature=message.sampling_temperature if message.HasField("sampling_temperature") else 1.0,
+        support=_support(index, message),
         components=frozenset(message.components) if message.components else None,
         sample_id=message.sample_id,
         images=images,
@@ -65,9 +67,22 @@ def _sample(index: int, message: train_sample_pb2.TrainSample, settings: ImageSe
 def _floats(index: int, name: str, data: bytes) -> NDArray[np.float32] | None:
     if not data:
         return None
-    if len(data) % _FLOATS.itemsize:
-        raise invalid(index, None, f"{name} has {len(data)} bytes, which is no multiple of 4", name)
+    _whole(index, name, data)
     return np.frombuffer(data, _FLOATS).astype(np.float32)
+
+
+def _support(index: int, message: train_sample_pb2.TrainSample) -> Support | None:
+    sizes, ids = message.support_sizes, message.support_token_ids
+    if not sizes and not ids:
+        return None
+    _whole(index, "support_sizes", sizes)
+    _whole(index, "support_token_ids", ids)
+    return Support(*(np.frombuffer(data, _IDS).astype(np.int32) for data in (sizes, ids)))
+
+
+def _whole(index: int, name: str, data: bytes) -> None:
+    if len(data) % 4:
+        raise invalid(index, None, f"{name} has {len(data)} bytes, which is no multiple of 4", name)
 
 
 def step_of(adamw: trainer_service_pb2.AdamW, clip_norm: float | None) -> AdamWStep:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
-from services.trainer.tests.builders import sample
+from services.trainer.tests.builders import VOCABULARY, sample
 
 from opentinker_trainer.domain.losses import (
     Cispo,
@@ -30,6 +30,7 @@ from opentinker_trainer.domain.losses import (
 )
 from opentinker_trainer.domain.registered import Art, PrimeRl, ReinforceIs, Vespo
 from opentinker_trainer.domain.samples import ARRAYS, Sample
+from opentinker_trainer.domain.support import Support
 
 DENOMINATOR = 40.0
 
@@ -75,7 +76,7 @@ CASES = {component.name: component for component in _cases()}
 
 def full_batch() -> list[Sample]:
     """Eight rows with every array: four share a prompt, lengths are ragged, temperatures differ, one row has
-    one loss token, one has two turns with a gap between them.
+    one loss token, one has two turns with a gap between them; every other row was chosen among few ids.
     """
     rows = [
         sample(12, 2 + 3 * i, i, prompt_seed=7, advantage=0.5 - 0.4 * i, temperature=0.7) for i in range(4)
@@ -84,7 +85,26 @@ def full_batch() -> list[Sample]:
     gap = rows[6].loss_mask.copy()
     gap[15:18] = False
     rows[6] = replace(rows[6], loss_mask=gap)
-    return [_filled(row, 100 + number) for number, row in enumerate(rows)]
+    rows = [_filled(row, 100 + number) for number, row in enumerate(rows)]
+    return [
+        replace(row, support=narrow(row, 200 + number)) if number % 2 else row
+        for number, row in enumerate(rows)
+    ]
+
+
+def narrow(row: Sample, seed: int) -> Support:
+    """Between one and a hundred ids a token, the token among them; one token has the whole vocabulary, and
+    where nobody trains there is junk.
+    """
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 100, row.length).astype(np.int32)
+    sizes[int(np.flatnonzero(row.loss_mask)[-1])] = 0
+    sets = []
+    for token, trained, size in zip(row.token_ids, row.loss_mask, sizes, strict=True):
+        others = random.permutation(VOCABULARY)
+        chosen = np.concatenate([[token], others[others != token]])[:size] if trained else np.full(size, -7)
+        sets.append(chosen)
+    return Support(sizes, np.concatenate(sets).astype(np.int32))
 
 
 def _filled(row: Sample, seed: int) -> Sample:
@@ -117,4 +137,5 @@ def padded(row: Sample, count: int) -> Sample:
         token_ids=longer(row.token_ids),
         loss_mask=longer(row.loss_mask),
         **{name: longer(getattr(row, name)) for name in ARRAYS},
+        support=row.support and replace(row.support, sizes=longer(row.support.sizes)),
     )

@@ -1,10 +1,13 @@
 """Chunked logprobs against log_softmax, forwards and backwards, and what they keep in memory."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from services.trainer.tests import golden
 
-from opentinker_trainer.engine.logprobs import LowRank, token_scores
+from opentinker_trainer.engine.logprobs import Kept, LowRank, token_scores
 
 
 def case(count: int = 10, width: int = 8, vocabulary: int = 40) -> tuple[torch.Tensor, ...]:
@@ -88,6 +91,71 @@ def test_temperature_is_applied_to_the_logits() -> None:
             entropy=False,
         )
         assert scores.logprobs.item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_top_p_is_applied_over_the_kept_ids() -> None:
+    """B52, T1 of the reference: top_p 0.9 kept tokens 0 and 1, and the ratio to the sampler is 1."""
+    scores = token_scores(
+        torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64),
+        torch.eye(4, dtype=torch.float64),
+        None,
+        torch.tensor([1]),
+        torch.tensor([0.7], dtype=torch.float64),
+        chunk=4,
+        entropy=False,
+        kept=Kept(np.array([0, 2]), torch.tensor([1, 0])),
+    )
+    assert scores.logprobs.item() == pytest.approx(golden.T1_PROCESSED, abs=1e-10)
+    forgotten = math.exp(golden.T1_SCALED - golden.T1_PROCESSED)
+    assert forgotten == pytest.approx(golden.T1_KEPT_MASS, abs=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_support_is_a_softmax_over_its_ids(chunk: int, trained: bool, entropy_gradient: bool) -> None:
+    """B52: values, entropy and gradient of every path equal those of a softmax over the kept logits alone;
+    tokens without a set keep the vocabulary.
+    """
+    hidden, weight, bias, targets, temperatures = case()
+    weight.requires_grad_(trained)
+    sources = [hidden, weight] if trained else [hidden]
+    random = np.random.default_rng(0)
+    sets: list[list[int]] = []
+    for number, target in enumerate(targets.tolist()):
+        others = [token for token in random.permutation(40).tolist() if token != target]
+        sets.append([] if number % 3 == 2 else [*others[: 4 * number], target])
+    kept = Kept(np.cumsum([0, *map(len, sets)]), torch.tensor([token for each in sets for token in each]))
+    scores = token_scores(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperatures,
+        chunk=chunk,
+        entropy=True,
+        entropy_gradient=entropy_gradient,
+        kept=kept,
+    )
+    logits = (hidden @ weight.T + bias) / temperatures[:, None]
+    chosen, entropies = [], []
+    for row, target, ids in zip(logits, targets.tolist(), sets, strict=True):
+        own = ids or list(range(40))
+        logprobs = torch.log_softmax(row[torch.tensor(own)], -1)
+        chosen.append(logprobs[own.index(target)])
+        entropies.append(-(logprobs.exp() * logprobs).sum())
+    expected, entropy = torch.stack(chosen), torch.stack(entropies)
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-12, rtol=0)
+    # Weights beyond 1, by which the lowest float would become infinite and nan with a probability of 0.
+    scale = torch.linspace(-3, 5, 10, dtype=torch.float64)
+    found, wanted = (scores.logprobs * scale).sum(), (expected * scale).sum()
+    if entropy_gradient:
+        found, wanted = found + (scores.entropy * scale).sum(), wanted + (entropy * scale).sum()
+    for one, other in zip(
+        torch.autograd.grad(found, sources), torch.autograd.grad(wanted, sources), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
 
 
 def test_a_logit_of_minus_infinity_has_no_entropy() -> None:

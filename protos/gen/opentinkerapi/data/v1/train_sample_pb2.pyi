@@ -43,6 +43,8 @@ class TrainSample(_message.Message):
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     OLD_VALUES_FIELD_NUMBER: _builtins.int
+    SUPPORT_SIZES_FIELD_NUMBER: _builtins.int
+    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Caller's name for the row, echoed in errors."""
     loss_mask: _builtins.bytes
@@ -69,6 +71,15 @@ class TrainSample(_message.Message):
     """Packed float32: what the value head should say at each token. Required by value."""
     old_values: _builtins.bytes
     """Packed float32: what the value head said when the sample was collected. Required by a clipped value loss."""
+    support_sizes: _builtins.bytes
+    """Packed int32, one entry a token: how many token ids the sampler chose among. The token's logprob, whose ever it is, is
+    then one of the distribution over those ids alone. 0: all of the vocabulary; what the sampler gives as -1 (a set too
+    large to list) cannot be trained on. Only read where the mask is 1. Default 0 everywhere.
+    """
+    support_token_ids: _builtins.bytes
+    """Packed int32: the sets of token ids end to end, in the order of tokens. At most 256 ids a token, none twice, the token
+    itself among them.
+    """
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.Chunk]:
         """The tokens, prompt and completions together."""
@@ -99,10 +110,12 @@ class TrainSample(_message.Message):
         teacher_logprobs: _builtins.bytes = ...,
         returns: _builtins.bytes = ...,
         old_values: _builtins.bytes = ...,
+        support_sizes: _builtins.bytes = ...,
+        support_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature", "sampling_temperature", b"sampling_temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature", "advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "chunks", b"chunks", "components", b"components", "group_id", b"group_id", "loss_mask", b"loss_mask", "old_values", b"old_values", "proximal_logprobs", b"proximal_logprobs", "reference_logprobs", b"reference_logprobs", "returns", b"returns", "sample_id", b"sample_id", "sampling_temperature", b"sampling_temperature", "teacher_logprobs", b"teacher_logprobs", "version_spans", b"version_spans", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature", "advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "chunks", b"chunks", "components", b"components", "group_id", b"group_id", "loss_mask", b"loss_mask", "old_values", b"old_values", "proximal_logprobs", b"proximal_logprobs", "reference_logprobs", b"reference_logprobs", "returns", b"returns", "sample_id", b"sample_id", "sampling_temperature", b"sampling_temperature", "support_sizes", b"support_sizes", "support_token_ids", b"support_token_ids", "teacher_logprobs", b"teacher_logprobs", "version_spans", b"version_spans", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sampling_temperature: _TypeAlias = _typing.Literal["sampling_temperature"]  # noqa: Y015
     _WhichOneofArgType__sampling_temperature: _TypeAlias = _typing.Literal["_sampling_temperature", b"_sampling_temperature"]  # noqa: Y015

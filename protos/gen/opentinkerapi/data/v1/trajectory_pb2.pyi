@@ -279,12 +279,20 @@ class TrajectorySegment(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     SAMPLING_TEMPERATURE_FIELD_NUMBER: _builtins.int
+    SUPPORT_SIZES_FIELD_NUMBER: _builtins.int
+    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     loss_mask: _builtins.bytes
     """One byte a token, 1 where the policy sampled it."""
     logprobs: _builtins.bytes
     """Packed float32 of the sampler."""
     sampling_temperature: _builtins.float
     """Temperature of the samples."""
+    support_sizes: _builtins.bytes
+    """Packed int32, one entry a token: how many token ids the sampler chose among; 0: all of the vocabulary, as where the
+    mask is 0; -1: more than are listed. Empty where nothing was cut.
+    """
+    support_token_ids: _builtins.bytes
+    """Packed int32: the sets of token ids end to end, in the order of tokens."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.Chunk]:
         """The tokens."""
@@ -301,10 +309,12 @@ class TrajectorySegment(_message.Message):
         logprobs: _builtins.bytes = ...,
         version_spans: _abc.Iterable[_prompt_pb2.VersionSpan] | None = ...,
         sampling_temperature: _builtins.float = ...,
+        support_sizes: _builtins.bytes = ...,
+        support_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "sampling_temperature", b"sampling_temperature", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "sampling_temperature", b"sampling_temperature", "support_sizes", b"support_sizes", "support_token_ids", b"support_token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from opentinker_kit.errors import ServiceError
 from opentinker_trainer.domain.images import ImageCheck, SampleImage
 from opentinker_trainer.domain.losses import Component
+from opentinker_trainer.domain.support import Support
 from opentinkerapi.runtime.images import ImageSettings
 from opentinkerapi.runtime.reasons import Reason
 
@@ -52,6 +53,8 @@ class Sample:
     returns: Floats | None = None
     old_values: Floats | None = None
     temperature: float = 1.0
+    support: Support | None = None
+    """What each token was chosen among. None: all of the vocabulary."""
     components: frozenset[str] | None = None
     """Names of the components that apply; None: all."""
     sample_id: str = ""
@@ -111,6 +114,10 @@ def check_samples(
         if problem := images.problem(sample.images, sample.loss_mask):
             field, text = problem
             raise invalid(index, sample, text, field)
+        if sample.support is not None:
+            found = sample.support.problem(sample.token_ids, sample.loss_mask, limits.vocab_size)
+            if found is not None:
+                raise invalid(index, sample, found[1], found[0])
         if components is None:
             continue
         unknown = (sample.components or frozenset()) - names

@@ -10,9 +10,43 @@ from opentinker_trainer.domain.plan import Layout
 from opentinker_trainer.domain.samples import ARRAYS, Sample
 
 Array = NDArray[np.float32]
+Indices = NDArray[np.int64]
 
 _MISSING = {"weights": 1.0, "proximal_logprobs": np.nan}
 """What stands for the array of a sample that has none, where others have one. Default 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supports:
+    """The sets that T tokens were chosen among, M ids in all."""
+
+    starts: Indices
+    """[T + 1]: where the ids of each token begin, and the end. A token without ids has the vocabulary."""
+    ids: Indices
+    """[M]"""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Supports | None":
+        """None where every token has the vocabulary."""
+        if all(sample.support is None for sample in samples):
+            return None
+        sizes = np.concatenate(
+            [
+                np.zeros(sample.length, np.int64)
+                if sample.support is None
+                else np.maximum(sample.support.sizes, 0)
+                for sample in samples
+            ]
+        )
+        ids = [sample.support.ids for sample in samples if sample.support is not None]
+        return cls(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate(ids).astype(np.int64))
+
+    def at(self, positions: Indices) -> "Supports":
+        """Those of some tokens, in their order."""
+        sizes = self.starts[positions + 1] - self.starts[positions]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        taken = np.repeat(self.starts[positions] - starts[:-1], sizes) + np.arange(starts[-1])
+        return Supports(starts, self.ids[taken])
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +60,7 @@ class Columns:
     """[S]"""
     arrays: dict[str, Array]
     """By name, those of `samples.ARRAYS` that at least one sample has."""
+    supports: Supports | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Columns":
@@ -46,6 +81,7 @@ class Columns:
             np.concatenate([sample.token_ids for sample in samples]).astype(np.int64),
             np.array([sample.temperature for sample in samples]),
             arrays,
+            Supports.of(samples),
         )
 
     def positions(self, cut: Layout) -> NDArray[np.int64]:

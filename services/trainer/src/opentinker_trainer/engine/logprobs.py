@@ -9,11 +9,18 @@ keeping them (kept only where one chunk holds everything).
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from opentinker_trainer.engine.numerics import accumulator
+
+_NO_MASS = -1e6
+"""Stands for the logprob of what has probability 0 where the two are multiplied: a -inf would make nan of it,
+and the lowest float becomes -inf with the next factor.
+"""
 
 
 class TokenScores(NamedTuple):
@@ -34,6 +41,24 @@ class LowRank(NamedTuple):
     outer: Tensor
 
 
+class Kept(NamedTuple):
+    """What N tokens were chosen among, M ids in all; everything else counts as impossible."""
+
+    starts: NDArray[np.int64]
+    """[N + 1]: where the ids of each token begin, and the end. A token without ids has the vocabulary."""
+    ids: Tensor
+    """[M]"""
+
+    def restrict(self, logits: Tensor, part: slice) -> Tensor:
+        """The logits [n, V] of the tokens of `part`, in place."""
+        starts = self.starts[part.start : part.start + len(logits) + 1]
+        sizes = torch.from_numpy(np.diff(starts)).to(logits.device)
+        outside = (sizes > 0)[:, None].repeat(1, logits.shape[1])
+        owners = torch.repeat_interleave(torch.arange(len(logits), device=logits.device), sizes)
+        outside[owners, self.ids[starts[0] : starts[-1]]] = False
+        return logits.masked_fill_(outside, -torch.inf)
+
+
 def token_scores(
     hidden: Tensor,
     weight: Tensor,
@@ -45,8 +70,10 @@ def token_scores(
     entropy: bool,
     entropy_gradient: bool = False,
     low_rank: LowRank | None = None,
+    kept: Kept | None = None,
 ) -> TokenScores:
-    """Score `targets` [N] under softmax((hidden [N, H] @ weight [V, H]^T + bias) / temperatures [N]).
+    """Score `targets` [N] under softmax((hidden [N, H] @ weight [V, H]^T + bias) / temperatures [N]), over
+    the ids in `kept` where a token has some; its target must be among them.
 
     Differentiable with respect to hidden, weight, bias and the low-rank part, whichever requires a gradient;
     the entropy only with `entropy_gradient`.
@@ -55,12 +82,12 @@ def token_scores(
     trained = [part for part in (weight, bias, outer) if part is not None and part.requires_grad]
     if torch.is_grad_enabled() and (trained or entropy_gradient):
         logprobs, entropies = _TokenScores.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy, entropy_gradient
+            hidden, weight, bias, inner, outer, targets, temperatures, kept, chunk, entropy, entropy_gradient
         )
     else:
         wanted = torch.is_grad_enabled()
         logprobs, entropies = _FrozenScores.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, inner, outer, targets, temperatures, chunk, entropy, wanted
+            hidden, weight, bias, inner, outer, targets, temperatures, kept, chunk, entropy, wanted
         )
     return TokenScores(logprobs, entropies)
 
@@ -94,6 +121,7 @@ class _FrozenScores(torch.autograd.Function):
         outer: Tensor | None,
         targets: Tensor,
         temperatures: Tensor,
+        kept: Kept | None,
         chunk: int,
         entropy: bool,
         wanted: bool,
@@ -107,8 +135,10 @@ class _FrozenScores(torch.autograd.Function):
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias, _rows(inner, part), outer, temperatures[part])
+            if kept is not None:
+                kept.restrict(logits, part)
             # A logit of -inf has probability 0 and adds nothing to the entropy.
-            logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=torch.finfo(dtype).min)
+            logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=_NO_MASS)
             chosen = logits.gather(1, targets[part, None])[:, 0]
             needed = entropy or of_hidden is not None or of_inner is not None
             weights = logits.exp() if needed else logits.exp_()
@@ -139,7 +169,7 @@ class _FrozenScores(torch.autograd.Function):
             None if slope is None else (slope * grads[0][:, None]).to(slope.dtype)
             for slope in (of_hidden, of_inner)
         )
-        return of_hidden, None, None, of_inner, *(None,) * 6
+        return of_hidden, None, None, of_inner, *(None,) * 7
 
 
 class _TokenScores(torch.autograd.Function):
@@ -153,6 +183,7 @@ class _TokenScores(torch.autograd.Function):
         outer: Tensor | None,
         targets: Tensor,
         temperatures: Tensor,
+        kept: Kept | None,
         chunk: int,
         entropy: bool,
         entropy_gradient: bool,
@@ -162,10 +193,12 @@ class _TokenScores(torch.autograd.Function):
         logprobs = torch.empty(count, dtype=dtype, device=hidden.device)
         entropies = torch.empty(count if entropy else 0, dtype=dtype, device=hidden.device)
         normalizers = torch.empty(count, dtype=dtype, device=hidden.device)
-        kept: Tensor | None = None
+        whole: Tensor | None = None
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias, _rows(inner, part), outer, temperatures[part])
+            if kept is not None:
+                kept.restrict(logits, part)
             total = torch.logsumexp(logits, dim=-1)
             normalizers[part] = total
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - total
@@ -173,13 +206,13 @@ class _TokenScores(torch.autograd.Function):
                 scores = logits.sub_(total[:, None])
                 if entropy:
                     # A logit of -inf has probability 0 and adds nothing.
-                    entropies[part] = -(scores.exp() * scores.clamp_min(torch.finfo(dtype).min)).sum(-1)
+                    entropies[part] = -(scores.exp() * scores.clamp_min(_NO_MASS)).sum(-1)
                 if count <= chunk:
-                    kept = scores
+                    whole = scores
         ctx.save_for_backward(
-            hidden, weight, bias, inner, outer, targets, temperatures, normalizers, entropies, kept
+            hidden, weight, bias, inner, outer, targets, temperatures, normalizers, entropies, whole
         )
-        ctx.chunk = chunk
+        ctx.chunk, ctx.kept = chunk, kept
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -188,7 +221,7 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, inner, outer, *rest = ctx.saved_tensors
-        targets, temperatures, normalizers, entropies, kept = rest
+        targets, temperatures, normalizers, entropies, whole = rest
         sources = (hidden, weight, bias, inner, outer)
         needed = [
             source is not None and wanted
@@ -207,10 +240,12 @@ class _TokenScores(torch.autograd.Function):
         count = hidden.shape[0]
         for start in range(0, count, ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            if kept is not None:
-                scores = kept
+            if whole is not None:
+                scores = whole
             else:
                 scores = _logits(hidden[part], weight, bias, _rows(inner, part), outer, temperatures[part])
+                if ctx.kept is not None:
+                    ctx.kept.restrict(scores, part)
                 scores = scores.sub_(normalizers[part, None])
             slopes = scores.exp()
             # d logprob / d logits = one_hot - probabilities,
@@ -218,7 +253,7 @@ class _TokenScores(torch.autograd.Function):
             if grads[1] is None:
                 slopes.mul_(-of_logprobs[part, None])
             else:
-                factor = scores.clamp_min(torch.finfo(scores.dtype).min) + entropies[part, None]
+                factor = scores.clamp_min(_NO_MASS) + entropies[part, None]
                 factor.mul_(of_entropies[part, None]).add_(of_logprobs[part, None])
                 slopes.mul_(factor).neg_()
             slopes.scatter_add_(1, targets[part, None], of_logprobs[part, None])
@@ -239,7 +274,7 @@ class _TokenScores(torch.autograd.Function):
                 None if source is None or gradient is None else gradient.to(source.dtype)
                 for source, gradient in zip(sources, gradients, strict=True)
             ),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from opentinker_trainer.domain.plan import PADDING, Layout
 from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Columns
-from opentinker_trainer.engine.logprobs import TokenScores, token_scores
+from opentinker_trainer.engine.logprobs import Kept, TokenScores, token_scores
 from opentinker_trainer.engine.model_view import ModelView
 from opentinker_trainer.engine.numerics import DTYPES, accumulator
 from opentinker_trainer.engine.packing import PackedRow, unseen_mask
@@ -36,16 +36,19 @@ class Scorer:
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1])[self._tensor(cut.sources)]
         output = view.output
+        positions = columns.positions(cut)
+        supports = None if columns.supports is None else columns.supports.at(positions)
         scores = token_scores(
             rows,
             output.weight.to(rows.dtype),
             None if output.bias is None else output.bias.to(rows.dtype),
-            self._tensor(columns.token_ids[columns.positions(cut)]),
+            self._tensor(columns.token_ids[positions]),
             self._tensor(columns.temperatures[cut.samples]).to(accumulator(rows.dtype)),
             chunk=self._logit_rows,
             entropy=True,
             entropy_gradient=entropy_gradient,
             low_rank=None if output.adapter is None else output.adapter.of(rows),
+            kept=None if supports is None else Kept(supports.starts, self._tensor(supports.ids)),
         )
         if view.value_head is not None:
             scores = scores._replace(values=view.value_head.of(rows))
