@@ -59,8 +59,9 @@ def _has_request_id(message: Descriptor) -> bool:
     for field in message.fields:
         if field.name == "request_id":
             return True
-        header = field.name == "header" and field.type == FieldDescriptor.TYPE_MESSAGE
-        if header and field.message_type is not None and "request_id" in field.message_type.fields_by_name:
+        # A header, or (StreamSample) the request that is asked for in another form.
+        part = field.name in ("header", "sample") and field.type == FieldDescriptor.TYPE_MESSAGE
+        if part and field.message_type is not None and "request_id" in field.message_type.fields_by_name:
             return True
     return False
 

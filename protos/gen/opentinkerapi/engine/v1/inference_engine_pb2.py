@@ -28,7 +28,7 @@ from opentinkerapi.inference.v1 import inference_service_pb2 as opentinkerapi_do
 from opentinkerapi.inference.v1 import sampling_pb2 as opentinkerapi_dot_inference_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.opentinkerapi/engine/v1/inference_engine.proto\x12\x17opentinkerapi.engine.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x32opentinkerapi/inference/v1/inference_service.proto\x1a)opentinkerapi/inference/v1/sampling.proto\"\xa1\x02\n\x12StartEngineRequest\x12\x14\n\x06\x65ngine\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tmodel_dir\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1c\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x13\n\x05\x64type\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0cserving_mode\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12#\n\x15max_resident_versions\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rmax_lora_rank\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07threads\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0ekv_cache_bytes\x18\t \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x16\n\x08max_rows\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\"\xbf\x02\n\x13StartEngineResponse\x12\x14\n\x06\x65ngine\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1a\n\x0cserving_mode\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12#\n\x15max_resident_versions\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x63ontext_tokens\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x18\n\nvocab_size\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rdeterministic\x18\x07 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x1d\n\x0fsampling_fields\x18\x08 \x03(\tB\x04\xe2\x41\x01\x03\x12\x1f\n\x11score_temperature\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x11\n\x03pid\x18\n \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06images\x18\x0b \x01(\x08\x42\x04\xe2\x41\x01\x03\"Q\n\x0b\x45ngineImage\x12\x13\n\x05start\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btoken_count\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x12\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\"J\n\x0c\x45ngineImages\x12:\n\x06images\x18\x01 \x03(\x0b\x32$.opentinkerapi.engine.v1.EngineImageB\x04\xe2\x41\x01\x01\"\x98\x02\n\x13\x45ngineSampleRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07weights\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x15\n\x07indices\x18\x04 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12@\n\x06params\x18\x05 \x01(\x0b\x32*.opentinkerapi.inference.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x1b\n\rend_token_ids\x18\x06 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12:\n\x06images\x18\x07 \x03(\x0b\x32$.opentinkerapi.engine.v1.EngineImageB\x04\xe2\x41\x01\x01\"l\n\x10\x45ngineSampleDone\x12\x34\n\x0b\x65ngine_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x12\"\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\"\xf1\x01\n\x14\x45ngineSampleResponse\x12\x42\n\ncompletion\x18\x01 \x01(\x0b\x32&.opentinkerapi.inference.v1.CompletionB\x04\xe2\x41\x01\x03H\x00\x12K\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32*.opentinkerapi.inference.v1.PromptLogprobsB\x04\xe2\x41\x01\x03H\x00\x12?\n\x04\x64one\x18\x03 \x01(\x0b\x32).opentinkerapi.engine.v1.EngineSampleDoneB\x04\xe2\x41\x01\x03H\x00\x42\x07\n\x05\x65vent\"\xb6\x01\n\x12\x45ngineScoreRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07weights\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tsequences\x18\x03 \x03(\x0c\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btemperature\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12;\n\x06images\x18\x05 \x03(\x0b\x32%.opentinkerapi.engine.v1.EngineImagesB\x04\xe2\x41\x01\x01\"-\n\x13\x45ngineScoreResponse\x12\x16\n\x08logprobs\x18\x01 \x03(\x0c\x42\x04\xe2\x41\x01\x03\"h\n\x12LoadWeightsRequest\x12\x11\n\x03key\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tdirectory\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04rank\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x12\n\x04\x66ull\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\"I\n\x13LoadWeightsResponse\x12\x32\n\tload_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\")\n\x14UnloadWeightsRequest\x12\x11\n\x03key\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"\x17\n\x15UnloadWeightsResponseB]\n\x1c\x64\x65v.opentinker.api.engine.v1B\x14InferenceEngineProtoP\x01Z%opentinker.dev/api/engine/v1;enginev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.opentinkerapi/engine/v1/inference_engine.proto\x12\x17opentinkerapi.engine.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x32opentinkerapi/inference/v1/inference_service.proto\x1a)opentinkerapi/inference/v1/sampling.proto\"\xa1\x02\n\x12StartEngineRequest\x12\x14\n\x06\x65ngine\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tmodel_dir\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1c\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x13\n\x05\x64type\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0cserving_mode\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12#\n\x15max_resident_versions\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rmax_lora_rank\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07threads\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0ekv_cache_bytes\x18\t \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x16\n\x08max_rows\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\"\xd8\x02\n\x13StartEngineResponse\x12\x14\n\x06\x65ngine\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1a\n\x0cserving_mode\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12#\n\x15max_resident_versions\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x63ontext_tokens\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x18\n\nvocab_size\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rdeterministic\x18\x07 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x1d\n\x0fsampling_fields\x18\x08 \x03(\tB\x04\xe2\x41\x01\x03\x12\x1f\n\x11score_temperature\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x11\n\x03pid\x18\n \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06images\x18\x0b \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tcontinues\x18\x0f \x01(\x08\x42\x04\xe2\x41\x01\x03\"Q\n\x0b\x45ngineImage\x12\x13\n\x05start\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btoken_count\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x12\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\"J\n\x0c\x45ngineImages\x12:\n\x06images\x18\x01 \x03(\x0b\x32$.opentinkerapi.engine.v1.EngineImageB\x04\xe2\x41\x01\x01\"\xb4\x02\n\x13\x45ngineSampleRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07weights\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x15\n\x07indices\x18\x04 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12@\n\x06params\x18\x05 \x01(\x0b\x32*.opentinkerapi.inference.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x1b\n\rend_token_ids\x18\x06 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12:\n\x06images\x18\x07 \x03(\x0b\x32$.opentinkerapi.engine.v1.EngineImageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0cmay_continue\x18\n \x01(\x08\x42\x04\xe2\x41\x01\x01\"l\n\x10\x45ngineSampleDone\x12\x34\n\x0b\x65ngine_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x12\"\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\"\xb5\x02\n\x14\x45ngineSampleResponse\x12\x42\n\ncompletion\x18\x01 \x01(\x0b\x32&.opentinkerapi.inference.v1.CompletionB\x04\xe2\x41\x01\x03H\x00\x12K\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32*.opentinkerapi.inference.v1.PromptLogprobsB\x04\xe2\x41\x01\x03H\x00\x12?\n\x04\x64one\x18\x03 \x01(\x0b\x32).opentinkerapi.engine.v1.EngineSampleDoneB\x04\xe2\x41\x01\x03H\x00\x12\x42\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32+.opentinkerapi.inference.v1.CompletionDeltaB\x04\xe2\x41\x01\x03H\x00\x42\x07\n\x05\x65vent\"\xb6\x01\n\x12\x45ngineScoreRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07weights\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tsequences\x18\x03 \x03(\x0c\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btemperature\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12;\n\x06images\x18\x05 \x03(\x0b\x32%.opentinkerapi.engine.v1.EngineImagesB\x04\xe2\x41\x01\x01\"-\n\x13\x45ngineScoreResponse\x12\x16\n\x08logprobs\x18\x01 \x03(\x0c\x42\x04\xe2\x41\x01\x03\"h\n\x12LoadWeightsRequest\x12\x11\n\x03key\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tdirectory\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04rank\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x12\n\x04\x66ull\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\"I\n\x13LoadWeightsResponse\x12\x32\n\tload_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\")\n\x14UnloadWeightsRequest\x12\x11\n\x03key\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"\x17\n\x15UnloadWeightsResponseB]\n\x1c\x64\x65v.opentinker.api.engine.v1B\x14InferenceEngineProtoP\x01Z%opentinker.dev/api/engine/v1;enginev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -78,6 +78,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTENGINERESPONSE'].fields_by_name['pid']._serialized_options = b'\342A\001\003'
   _globals['_STARTENGINERESPONSE'].fields_by_name['images']._loaded_options = None
   _globals['_STARTENGINERESPONSE'].fields_by_name['images']._serialized_options = b'\342A\001\003'
+  _globals['_STARTENGINERESPONSE'].fields_by_name['continues']._loaded_options = None
+  _globals['_STARTENGINERESPONSE'].fields_by_name['continues']._serialized_options = b'\342A\001\003'
   _globals['_ENGINEIMAGE'].fields_by_name['start']._loaded_options = None
   _globals['_ENGINEIMAGE'].fields_by_name['start']._serialized_options = b'\342A\001\002'
   _globals['_ENGINEIMAGE'].fields_by_name['token_count']._loaded_options = None
@@ -100,6 +102,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINESAMPLEREQUEST'].fields_by_name['end_token_ids']._serialized_options = b'\342A\001\001'
   _globals['_ENGINESAMPLEREQUEST'].fields_by_name['images']._loaded_options = None
   _globals['_ENGINESAMPLEREQUEST'].fields_by_name['images']._serialized_options = b'\342A\001\001'
+  _globals['_ENGINESAMPLEREQUEST'].fields_by_name['may_continue']._loaded_options = None
+  _globals['_ENGINESAMPLEREQUEST'].fields_by_name['may_continue']._serialized_options = b'\342A\001\001'
   _globals['_ENGINESAMPLEDONE'].fields_by_name['engine_time']._loaded_options = None
   _globals['_ENGINESAMPLEDONE'].fields_by_name['engine_time']._serialized_options = b'\342A\001\003'
   _globals['_ENGINESAMPLEDONE'].fields_by_name['cached_prompt_tokens']._loaded_options = None
@@ -110,6 +114,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINESAMPLERESPONSE'].fields_by_name['prompt_logprobs']._serialized_options = b'\342A\001\003'
   _globals['_ENGINESAMPLERESPONSE'].fields_by_name['done']._loaded_options = None
   _globals['_ENGINESAMPLERESPONSE'].fields_by_name['done']._serialized_options = b'\342A\001\003'
+  _globals['_ENGINESAMPLERESPONSE'].fields_by_name['delta']._loaded_options = None
+  _globals['_ENGINESAMPLERESPONSE'].fields_by_name['delta']._serialized_options = b'\342A\001\003'
   _globals['_ENGINESCOREREQUEST'].fields_by_name['request_id']._loaded_options = None
   _globals['_ENGINESCOREREQUEST'].fields_by_name['request_id']._serialized_options = b'\342A\001\002'
   _globals['_ENGINESCOREREQUEST'].fields_by_name['weights']._loaded_options = None
@@ -137,27 +143,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTENGINEREQUEST']._serialized_start=236
   _globals['_STARTENGINEREQUEST']._serialized_end=525
   _globals['_STARTENGINERESPONSE']._serialized_start=528
-  _globals['_STARTENGINERESPONSE']._serialized_end=847
-  _globals['_ENGINEIMAGE']._serialized_start=849
-  _globals['_ENGINEIMAGE']._serialized_end=930
-  _globals['_ENGINEIMAGES']._serialized_start=932
-  _globals['_ENGINEIMAGES']._serialized_end=1006
-  _globals['_ENGINESAMPLEREQUEST']._serialized_start=1009
-  _globals['_ENGINESAMPLEREQUEST']._serialized_end=1289
-  _globals['_ENGINESAMPLEDONE']._serialized_start=1291
-  _globals['_ENGINESAMPLEDONE']._serialized_end=1399
-  _globals['_ENGINESAMPLERESPONSE']._serialized_start=1402
-  _globals['_ENGINESAMPLERESPONSE']._serialized_end=1643
-  _globals['_ENGINESCOREREQUEST']._serialized_start=1646
-  _globals['_ENGINESCOREREQUEST']._serialized_end=1828
-  _globals['_ENGINESCORERESPONSE']._serialized_start=1830
-  _globals['_ENGINESCORERESPONSE']._serialized_end=1875
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1877
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=1981
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=1983
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=2056
-  _globals['_UNLOADWEIGHTSREQUEST']._serialized_start=2058
-  _globals['_UNLOADWEIGHTSREQUEST']._serialized_end=2099
-  _globals['_UNLOADWEIGHTSRESPONSE']._serialized_start=2101
-  _globals['_UNLOADWEIGHTSRESPONSE']._serialized_end=2124
+  _globals['_STARTENGINERESPONSE']._serialized_end=872
+  _globals['_ENGINEIMAGE']._serialized_start=874
+  _globals['_ENGINEIMAGE']._serialized_end=955
+  _globals['_ENGINEIMAGES']._serialized_start=957
+  _globals['_ENGINEIMAGES']._serialized_end=1031
+  _globals['_ENGINESAMPLEREQUEST']._serialized_start=1034
+  _globals['_ENGINESAMPLEREQUEST']._serialized_end=1342
+  _globals['_ENGINESAMPLEDONE']._serialized_start=1344
+  _globals['_ENGINESAMPLEDONE']._serialized_end=1452
+  _globals['_ENGINESAMPLERESPONSE']._serialized_start=1455
+  _globals['_ENGINESAMPLERESPONSE']._serialized_end=1764
+  _globals['_ENGINESCOREREQUEST']._serialized_start=1767
+  _globals['_ENGINESCOREREQUEST']._serialized_end=1949
+  _globals['_ENGINESCORERESPONSE']._serialized_start=1951
+  _globals['_ENGINESCORERESPONSE']._serialized_end=1996
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1998
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=2102
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=2104
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=2177
+  _globals['_UNLOADWEIGHTSREQUEST']._serialized_start=2179
+  _globals['_UNLOADWEIGHTSREQUEST']._serialized_end=2220
+  _globals['_UNLOADWEIGHTSRESPONSE']._serialized_start=2222
+  _globals['_UNLOADWEIGHTSRESPONSE']._serialized_end=2245
 # @@protoc_insertion_point(module_scope)

@@ -96,6 +96,7 @@ class StartEngineResponse(_message.Message):
     SCORE_TEMPERATURE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """"vllm", "transformers" or "noop"."""
     dtype: _builtins.str
@@ -116,6 +117,8 @@ class StartEngineResponse(_message.Message):
     """Process id of the engine."""
     images: _builtins.bool
     """Whether prompts may hold images."""
+    continues: _builtins.bool
+    """Whether running requests can go on under other weights."""
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields of SamplingParams that are honoured."""
@@ -134,10 +137,11 @@ class StartEngineResponse(_message.Message):
         score_temperature: _builtins.bool = ...,
         pid: _builtins.int = ...,
         images: _builtins.bool = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "engine", b"engine", "images", b"images", "max_resident_versions", b"max_resident_versions", "pid", b"pid", "sampling_fields", b"sampling_fields", "score_temperature", b"score_temperature", "serving_mode", b"serving_mode", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "continues", b"continues", "deterministic", b"deterministic", "dtype", b"dtype", "engine", b"engine", "images", b"images", "max_resident_versions", b"max_resident_versions", "pid", b"pid", "sampling_fields", b"sampling_fields", "score_temperature", b"score_temperature", "serving_mode", b"serving_mode", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -210,12 +214,15 @@ class EngineSampleRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    MAY_CONTINUE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among what runs."""
     weights: _builtins.str
     """Key of loaded weights; "" for the base model."""
     prompt_token_ids: _builtins.bytes
     """Packed little-endian int32."""
+    may_continue: _builtins.bool
+    """Whether it may be sampled under weights that replace those it names."""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which completions; completion i is sampled with params.seed + i."""
@@ -242,10 +249,11 @@ class EngineSampleRequest(_message.Message):
         params: _sampling_pb2.SamplingParams | None = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         images: _abc.Iterable[Global___EngineImage] | None = ...,
+        may_continue: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "images", b"images", "indices", b"indices", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "images", b"images", "indices", b"indices", "may_continue", b"may_continue", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,9 +296,10 @@ class EngineSampleResponse(_message.Message):
     COMPLETION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def completion(self) -> _sampling_pb2.Completion:
-        """A completion finished; text, seed and version spans are the front's to fill in."""
+        """A completion finished; text and seed are the front's to fill in, and version spans where the job may not continue."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _inference_service_pb2.PromptLogprobs:
@@ -300,18 +309,23 @@ class EngineSampleResponse(_message.Message):
     def done(self) -> Global___EngineSampleDone:
         """All completions finished."""
 
+    @_builtins.property
+    def delta(self) -> _sampling_pb2.CompletionDelta:
+        """New tokens of an unfinished completion, where asked for; without text. Its last tokens come with the completion."""
+
     def __init__(
         self,
         *,
         completion: _sampling_pb2.Completion | None = ...,
         prompt_logprobs: _inference_service_pb2.PromptLogprobs | None = ...,
         done: Global___EngineSampleDone | None = ...,
+        delta: _sampling_pb2.CompletionDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "done", b"done", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delta", b"delta", "done", b"done", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "done", b"done", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delta", b"delta", "done", b"done", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["completion", "prompt_logprobs", "done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["completion", "prompt_logprobs", "done", "delta"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -61,6 +61,7 @@ class SampleRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    SWAP_POLICY_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Idempotency key."""
@@ -70,6 +71,8 @@ class SampleRequest(_message.Message):
     """Attempt of the endpoint; 0 where no scheduler gave one."""
     conversation: _builtins.str
     """Hint for keeping a conversation on one replica."""
+    swap_policy: _sampling_pb2.SwapPolicy.ValueType
+    """Whether a swap of weights waits for this request, and whether a swap that it needs waits for others. Default DRAIN. CONTINUE is refused as UNSUPPORTED_OPTION where GetCapabilities does not list it, and together with prompt_logprobs."""
     job_token: _builtins.str
     """Token of the job; enforced with the accounts."""
     @_builtins.property
@@ -94,11 +97,12 @@ class SampleRequest(_message.Message):
         n: _builtins.int | None = ...,
         attempt: _builtins.int = ...,
         conversation: _builtins.str = ...,
+        swap_policy: _sampling_pb2.SwapPolicy.ValueType = ...,
         job_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "model", b"model", "n", b"n", "params", b"params", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "attempt", b"attempt", "conversation", b"conversation", "job_token", b"job_token", "model", b"model", "n", b"n", "params", b"params", "prompt", b"prompt", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "attempt", b"attempt", "conversation", b"conversation", "job_token", b"job_token", "model", b"model", "n", b"n", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "swap_policy", b"swap_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -199,6 +203,86 @@ class SampleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
+
+@_typing.final
+class StreamSampleRequest(_message.Message):
+    """StreamSampleRequest asks for completions, token by token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sample(self) -> Global___SampleRequest:
+        """As for Sample, and known under the same request id."""
+
+    def __init__(
+        self,
+        *,
+        sample: Global___SampleRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamSampleRequest: _TypeAlias = StreamSampleRequest  # noqa: Y015
+
+@_typing.final
+class StreamSampleResponse(_message.Message):
+    """StreamSampleResponse is one event of a StreamSample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_FIELD_NUMBER: _builtins.int
+    ENGINE_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def started(self) -> _sampling_pb2.EffectiveParams:
+        """First message: what is used."""
+
+    @_builtins.property
+    def delta(self) -> _sampling_pb2.CompletionDelta:
+        """Tokens or text came."""
+
+    @_builtins.property
+    def completion(self) -> _sampling_pb2.Completion:
+        """A completion finished, after its last delta."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Where asked for; before the first delta."""
+
+    @_builtins.property
+    def keep_alive(self) -> Global___KeepAlive:
+        """Still running."""
+
+    @_builtins.property
+    def engine_time(self) -> _duration_pb2.Duration:
+        """On the last completion: time the request spent inside the engine process."""
+
+    def __init__(
+        self,
+        *,
+        started: _sampling_pb2.EffectiveParams | None = ...,
+        delta: _sampling_pb2.CompletionDelta | None = ...,
+        completion: _sampling_pb2.Completion | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
+        keep_alive: Global___KeepAlive | None = ...,
+        engine_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delta", b"delta", "engine_time", b"engine_time", "event", b"event", "keep_alive", b"keep_alive", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delta", b"delta", "engine_time", b"engine_time", "event", b"event", "keep_alive", b"keep_alive", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "completion", "prompt_logprobs", "keep_alive"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___StreamSampleResponse: _TypeAlias = StreamSampleResponse  # noqa: Y015
 
 @_typing.final
 class ScoreTokensRequest(_message.Message):
@@ -385,7 +469,10 @@ class LoadPolicyVersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SWAP_POLICY_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
+    swap_policy: _sampling_pb2.SwapPolicy.ValueType
+    """What becomes of requests that run under another version of the policy, where versions are merged. Default DRAIN. CONTINUE is refused as UNSUPPORTED_OPTION where GetCapabilities does not list it."""
     job_token: _builtins.str
     """Token of the job; enforced with the accounts."""
     @_builtins.property
@@ -396,11 +483,12 @@ class LoadPolicyVersionRequest(_message.Message):
         self,
         *,
         policy_version: _sampling_pb2.PolicyVersionRef | None = ...,
+        swap_policy: _sampling_pb2.SwapPolicy.ValueType = ...,
         job_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_token", b"job_token", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_token", b"job_token", "policy_version", b"policy_version", "swap_policy", b"swap_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -783,6 +871,7 @@ class GetCapabilitiesResponse(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RAW_LOGPROBS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    SWAP_POLICIES_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     """The base model."""
     base_digest: _builtins.str
@@ -817,6 +906,10 @@ class GetCapabilitiesResponse(_message.Message):
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the model's turn."""
 
+    @_builtins.property
+    def swap_policies(self) -> _containers.RepeatedScalarFieldContainer[_sampling_pb2.SwapPolicy.ValueType]:
+        """What requests may choose; empty where loading a version never touches those that run."""
+
     def __init__(
         self,
         *,
@@ -834,10 +927,11 @@ class GetCapabilitiesResponse(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         raw_logprobs: _builtins.bool = ...,
         images: _builtins.bool = ...,
+        swap_policies: _abc.Iterable[_sampling_pb2.SwapPolicy.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "engine", b"engine", "images", b"images", "max_resident_versions", b"max_resident_versions", "methods", b"methods", "raw_logprobs", b"raw_logprobs", "sampling_fields", b"sampling_fields", "serving_mode", b"serving_mode", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "engine", b"engine", "images", b"images", "max_resident_versions", b"max_resident_versions", "methods", b"methods", "raw_logprobs", b"raw_logprobs", "sampling_fields", b"sampling_fields", "serving_mode", b"serving_mode", "swap_policies", b"swap_policies", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

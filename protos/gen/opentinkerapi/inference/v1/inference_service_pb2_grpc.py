@@ -40,6 +40,11 @@ class InferenceServiceStub(object):
                 request_serializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.SampleRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.SampleResponse.FromString,
                 _registered_method=True)
+        self.StreamSample = channel.unary_stream(
+                '/opentinkerapi.inference.v1.InferenceService/StreamSample',
+                request_serializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.StreamSampleRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.StreamSampleResponse.FromString,
+                _registered_method=True)
         self.ScoreTokens = channel.unary_unary(
                 '/opentinkerapi.inference.v1.InferenceService/ScoreTokens',
                 request_serializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.ScoreTokensRequest.SerializeToString,
@@ -102,9 +107,18 @@ class InferenceServiceServicer(object):
     """
 
     def Sample(self, request, context):
-        """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, UNSUPPORTED_COMBINATION.
+        """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes. The deadline of a call ends its request, unless another call waits for it longer; a caller who leaves without one does not.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; finished completions are not sampled again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamSample(self, request, context):
+        """StreamSample is Sample with the tokens of each completion as they are sampled: deltas of a completion, then the completion as Sample gives it. Under the id of a request that is known it begins with what is kept; what Sample had begun comes in one delta for each completion. A reader that falls behind gets longer deltas.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+        Retry: safe with the same request_id; the stream begins anew, with the tokens that were sampled before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +153,7 @@ class InferenceServiceServicer(object):
 
     def LoadPolicyVersion(self, request, context):
         """LoadPolicyVersion loads a version before it is sampled.
-        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING, UNSUPPORTED_COMBINATION.
+        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -216,6 +230,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.SampleRequest.FromString,
                     response_serializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.SampleResponse.SerializeToString,
+            ),
+            'StreamSample': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamSample,
+                    request_deserializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.StreamSampleRequest.FromString,
+                    response_serializer=opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.StreamSampleResponse.SerializeToString,
             ),
             'ScoreTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.ScoreTokens,
@@ -301,6 +320,33 @@ class InferenceService(object):
             '/opentinkerapi.inference.v1.InferenceService/Sample',
             opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.SampleRequest.SerializeToString,
             opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.SampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamSample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/opentinkerapi.inference.v1.InferenceService/StreamSample',
+            opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.StreamSampleRequest.SerializeToString,
+            opentinkerapi_dot_inference_dot_v1_dot_inference__service__pb2.StreamSampleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,9 +17,14 @@ class InferenceServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sample: _aio.UnaryStreamMultiCallable[_inference_service_pb2.SampleRequest, _inference_service_pb2.SampleResponse]
-    """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes.
-    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, UNSUPPORTED_COMBINATION.
+    """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes. The deadline of a call ends its request, unless another call waits for it longer; a caller who leaves without one does not.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
     Retry: safe with the same request_id; finished completions are not sampled again.
+    """
+    StreamSample: _aio.UnaryStreamMultiCallable[_inference_service_pb2.StreamSampleRequest, _inference_service_pb2.StreamSampleResponse]
+    """StreamSample is Sample with the tokens of each completion as they are sampled: deltas of a completion, then the completion as Sample gives it. Under the id of a request that is known it begins with what is kept; what Sample had begun comes in one delta for each completion. A reader that falls behind gets longer deltas.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+    Retry: safe with the same request_id; the stream begins anew, with the tokens that were sampled before.
     """
     ScoreTokens: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreTokensRequest, _inference_service_pb2.ScoreTokensResponse]
     """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
@@ -38,7 +43,7 @@ class InferenceServiceStub:
     """
     LoadPolicyVersion: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.LoadPolicyVersionRequest, _inference_service_pb2.LoadPolicyVersionResponse]
     """LoadPolicyVersion loads a version before it is sampled.
-    Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING, UNSUPPORTED_COMBINATION.
+    Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION.
     Retry: safe.
     """
     UnloadPolicyVersion: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadPolicyVersionRequest, _inference_service_pb2.UnloadPolicyVersionResponse]
@@ -86,9 +91,20 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.SampleRequest,
         context: _aio.ServicerContext[_inference_service_pb2.SampleRequest, _abc.AsyncIterator[_inference_service_pb2.SampleResponse]],
     ) -> _abc.AsyncIterator[_inference_service_pb2.SampleResponse]:
-        """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, UNSUPPORTED_COMBINATION.
+        """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes. The deadline of a call ends its request, unless another call waits for it longer; a caller who leaves without one does not.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; finished completions are not sampled again.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamSample(
+        self,
+        request: _inference_service_pb2.StreamSampleRequest,
+        context: _aio.ServicerContext[_inference_service_pb2.StreamSampleRequest, _abc.AsyncIterator[_inference_service_pb2.StreamSampleResponse]],
+    ) -> _abc.AsyncIterator[_inference_service_pb2.StreamSampleResponse]:
+        """StreamSample is Sample with the tokens of each completion as they are sampled: deltas of a completion, then the completion as Sample gives it. Under the id of a request that is known it begins with what is kept; what Sample had begun comes in one delta for each completion. A reader that falls behind gets longer deltas.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+        Retry: safe with the same request_id; the stream begins anew, with the tokens that were sampled before.
         """
 
     @_abc_1.abstractmethod
@@ -131,7 +147,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.LoadPolicyVersionRequest, _abc.Awaitable[_inference_service_pb2.LoadPolicyVersionResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.LoadPolicyVersionResponse]:
         """LoadPolicyVersion loads a version before it is sampled.
-        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, UNKNOWN_MODEL, ENGINE_CRASHED, SERVER_STARTING, DRAINING, UNSUPPORTED_COMBINATION.
+        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
 

@@ -27,7 +27,7 @@ from opentinkerapi.data.v1 import prompt_pb2 as opentinkerapi_dot_data_dot_v1_do
 from opentinkerapi.data.v1 import tensor_pb2 as opentinkerapi_dot_data_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)opentinkerapi/inference/v1/sampling.proto\x12\x1aopentinkerapi.inference.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\"opentinkerapi/data/v1/prompt.proto\x1a\"opentinkerapi/data/v1/tensor.proto\"}\n\x08ModelRef\x12L\n\x0epolicy_version\x18\x01 \x01(\x0b\x32,.opentinkerapi.inference.v1.PolicyVersionRefB\x04\xe2\x41\x01\x01H\x00\x12\x1a\n\nbase_model\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01H\x00\x42\x07\n\x05model\"?\n\x10PolicyVersionRef\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07version\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x01\"\x9b\x06\n\x0eSamplingParams\x12\x1d\n\nmax_tokens\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x1e\n\x0btemperature\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x01\x88\x01\x01\x12\x18\n\x05top_p\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x02\x88\x01\x01\x12\x18\n\x05top_k\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x01H\x03\x88\x01\x01\x12\x18\n\x05min_p\x18\x05 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x04\x88\x01\x01\x12\x12\n\x04stop\x18\x06 \x03(\tB\x04\xe2\x41\x01\x01\x12\x1c\n\x0estop_token_ids\x18\x07 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12\x17\n\x04seed\x18\x08 \x01(\x04\x42\x04\xe2\x41\x01\x01H\x05\x88\x01\x01\x12#\n\x10presence_penalty\x18\t \x01(\x01\x42\x04\xe2\x41\x01\x01H\x06\x88\x01\x01\x12$\n\x11\x66requency_penalty\x18\n \x01(\x01\x42\x04\xe2\x41\x01\x01H\x07\x88\x01\x01\x12%\n\x12repetition_penalty\x18\x0b \x01(\x01\x42\x04\xe2\x41\x01\x01H\x08\x88\x01\x01\x12\x18\n\nignore_eos\x18\x0c \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x17\n\tbad_words\x18\r \x03(\tB\x04\xe2\x41\x01\x01\x12S\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x39.opentinkerapi.inference.v1.SamplingParams.LogitBiasEntryB\x04\xe2\x41\x01\x01\x12$\n\x16include_stop_in_output\x18\x0f \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0ctop_logprobs\x18\x10 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1d\n\x0fprompt_logprobs\x18\x11 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0ereturn_support\x18\x12 \x01(\x08\x42\x04\xe2\x41\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\x91\x03\n\nCompletion\x12\x13\n\x05index\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08logprobs\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x41\n\x0bstop_reason\x18\x04 \x01(\x0e\x32&.opentinkerapi.inference.v1.StopReasonB\x04\xe2\x41\x01\x03\x12\x12\n\x04text\x18\x05 \x01(\tB\x04\xe2\x41\x01\x03\x12?\n\rversion_spans\x18\x06 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x03\x12:\n\rtop_token_ids\x18\x07 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.TensorB\x04\xe2\x41\x01\x03\x12\x39\n\x0ctop_logprobs\x18\x08 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.TensorB\x04\xe2\x41\x01\x03\x12\x12\n\x04seed\x18\t \x01(\x04\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0cmatched_stop\x18\n \x01(\tB\x04\xe2\x41\x01\x03\"\x94\x01\n\x0f\x45\x66\x66\x65\x63tiveParams\x12@\n\x06params\x18\x01 \x01(\x0b\x32*.opentinkerapi.inference.v1.SamplingParamsB\x04\xe2\x41\x01\x03\x12\x1b\n\rprompt_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\"\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x03*\x87\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTOP_REASON_END\x10\x01\x12\x14\n\x10STOP_REASON_STOP\x10\x02\x12\x16\n\x12STOP_REASON_LENGTH\x10\x03\x12\x19\n\x15STOP_REASON_CANCELLED\x10\x04\x42_\n\x1f\x64\x65v.opentinker.api.inference.v1B\rSamplingProtoP\x01Z+opentinker.dev/api/inference/v1;inferencev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)opentinkerapi/inference/v1/sampling.proto\x12\x1aopentinkerapi.inference.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\"opentinkerapi/data/v1/prompt.proto\x1a\"opentinkerapi/data/v1/tensor.proto\"\x99\x01\n\x08ModelRef\x12L\n\x0epolicy_version\x18\x01 \x01(\x0b\x32,.opentinkerapi.inference.v1.PolicyVersionRefB\x04\xe2\x41\x01\x01H\x00\x12\x1a\n\nbase_model\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01H\x00\x12\x1a\n\ncheckpoint\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01H\x00\x42\x07\n\x05model\"?\n\x10PolicyVersionRef\x12\x14\n\x06policy\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07version\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x01\"\xd2\x06\n\x0eSamplingParams\x12\x1d\n\nmax_tokens\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x1e\n\x0btemperature\x18\x02 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x01\x88\x01\x01\x12\x18\n\x05top_p\x18\x03 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x02\x88\x01\x01\x12\x18\n\x05top_k\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x01H\x03\x88\x01\x01\x12\x18\n\x05min_p\x18\x05 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x04\x88\x01\x01\x12\x12\n\x04stop\x18\x06 \x03(\tB\x04\xe2\x41\x01\x01\x12\x1c\n\x0estop_token_ids\x18\x07 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12\x17\n\x04seed\x18\x08 \x01(\x04\x42\x04\xe2\x41\x01\x01H\x05\x88\x01\x01\x12#\n\x10presence_penalty\x18\t \x01(\x01\x42\x04\xe2\x41\x01\x01H\x06\x88\x01\x01\x12$\n\x11\x66requency_penalty\x18\n \x01(\x01\x42\x04\xe2\x41\x01\x01H\x07\x88\x01\x01\x12%\n\x12repetition_penalty\x18\x0b \x01(\x01\x42\x04\xe2\x41\x01\x01H\x08\x88\x01\x01\x12\x18\n\nignore_eos\x18\x0c \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x17\n\tbad_words\x18\r \x03(\tB\x04\xe2\x41\x01\x01\x12S\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x39.opentinkerapi.inference.v1.SamplingParams.LogitBiasEntryB\x04\xe2\x41\x01\x01\x12$\n\x16include_stop_in_output\x18\x0f \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0ctop_logprobs\x18\x10 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1d\n\x0fprompt_logprobs\x18\x11 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1c\n\x0ereturn_support\x18\x12 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x19\n\x0bjson_schema\x18\x13 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0craw_logprobs\x18\x14 \x01(\x08\x42\x04\xe2\x41\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\xeb\x03\n\nCompletion\x12\x13\n\x05index\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08logprobs\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x41\n\x0bstop_reason\x18\x04 \x01(\x0e\x32&.opentinkerapi.inference.v1.StopReasonB\x04\xe2\x41\x01\x03\x12\x12\n\x04text\x18\x05 \x01(\tB\x04\xe2\x41\x01\x03\x12?\n\rversion_spans\x18\x06 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x03\x12:\n\rtop_token_ids\x18\x07 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.TensorB\x04\xe2\x41\x01\x03\x12\x39\n\x0ctop_logprobs\x18\x08 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.TensorB\x04\xe2\x41\x01\x03\x12\x12\n\x04seed\x18\t \x01(\x04\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0cmatched_stop\x18\n \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rsupport_sizes\x18\x0b \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x1f\n\x11support_token_ids\x18\x0c \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x1a\n\x0craw_logprobs\x18\r \x01(\x0c\x42\x04\xe2\x41\x01\x03\"\xa3\x02\n\x0f\x43ompletionDelta\x12\x13\n\x05index\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08logprobs\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x03\x12\x12\n\x04text\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12?\n\rversion_spans\x18\x05 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x03\x12:\n\rtop_token_ids\x18\x06 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.TensorB\x04\xe2\x41\x01\x03\x12\x39\n\x0ctop_logprobs\x18\x07 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.TensorB\x04\xe2\x41\x01\x03\"\x94\x01\n\x0f\x45\x66\x66\x65\x63tiveParams\x12@\n\x06params\x18\x01 \x01(\x0b\x32*.opentinkerapi.inference.v1.SamplingParamsB\x04\xe2\x41\x01\x03\x12\x1b\n\rprompt_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\"\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x03*Z\n\nSwapPolicy\x12\x1b\n\x17SWAP_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11SWAP_POLICY_DRAIN\x10\x01\x12\x18\n\x14SWAP_POLICY_CONTINUE\x10\x02*\x87\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTOP_REASON_END\x10\x01\x12\x14\n\x10STOP_REASON_STOP\x10\x02\x12\x16\n\x12STOP_REASON_LENGTH\x10\x03\x12\x19\n\x15STOP_REASON_CANCELLED\x10\x04\x42_\n\x1f\x64\x65v.opentinker.api.inference.v1B\rSamplingProtoP\x01Z+opentinker.dev/api/inference/v1;inferencev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELREF'].fields_by_name['policy_version']._serialized_options = b'\342A\001\001'
   _globals['_MODELREF'].fields_by_name['base_model']._loaded_options = None
   _globals['_MODELREF'].fields_by_name['base_model']._serialized_options = b'\342A\001\001'
+  _globals['_MODELREF'].fields_by_name['checkpoint']._loaded_options = None
+  _globals['_MODELREF'].fields_by_name['checkpoint']._serialized_options = b'\342A\001\001'
   _globals['_POLICYVERSIONREF'].fields_by_name['policy']._loaded_options = None
   _globals['_POLICYVERSIONREF'].fields_by_name['policy']._serialized_options = b'\342A\001\002'
   _globals['_POLICYVERSIONREF'].fields_by_name['version']._loaded_options = None
@@ -81,6 +83,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._serialized_options = b'\342A\001\001'
   _globals['_SAMPLINGPARAMS'].fields_by_name['return_support']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['return_support']._serialized_options = b'\342A\001\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['json_schema']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['json_schema']._serialized_options = b'\342A\001\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['raw_logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['raw_logprobs']._serialized_options = b'\342A\001\001'
   _globals['_COMPLETION'].fields_by_name['index']._loaded_options = None
   _globals['_COMPLETION'].fields_by_name['index']._serialized_options = b'\342A\001\003'
   _globals['_COMPLETION'].fields_by_name['token_ids']._loaded_options = None
@@ -101,24 +107,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPLETION'].fields_by_name['seed']._serialized_options = b'\342A\001\003'
   _globals['_COMPLETION'].fields_by_name['matched_stop']._loaded_options = None
   _globals['_COMPLETION'].fields_by_name['matched_stop']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETION'].fields_by_name['support_sizes']._loaded_options = None
+  _globals['_COMPLETION'].fields_by_name['support_sizes']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETION'].fields_by_name['support_token_ids']._loaded_options = None
+  _globals['_COMPLETION'].fields_by_name['support_token_ids']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETION'].fields_by_name['raw_logprobs']._loaded_options = None
+  _globals['_COMPLETION'].fields_by_name['raw_logprobs']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['index']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['index']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['token_ids']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['logprobs']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['text']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['text']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['version_spans']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['version_spans']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['top_token_ids']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['top_token_ids']._serialized_options = b'\342A\001\003'
+  _globals['_COMPLETIONDELTA'].fields_by_name['top_logprobs']._loaded_options = None
+  _globals['_COMPLETIONDELTA'].fields_by_name['top_logprobs']._serialized_options = b'\342A\001\003'
   _globals['_EFFECTIVEPARAMS'].fields_by_name['params']._loaded_options = None
   _globals['_EFFECTIVEPARAMS'].fields_by_name['params']._serialized_options = b'\342A\001\003'
   _globals['_EFFECTIVEPARAMS'].fields_by_name['prompt_tokens']._loaded_options = None
   _globals['_EFFECTIVEPARAMS'].fields_by_name['prompt_tokens']._serialized_options = b'\342A\001\003'
   _globals['_EFFECTIVEPARAMS'].fields_by_name['cached_prompt_tokens']._loaded_options = None
   _globals['_EFFECTIVEPARAMS'].fields_by_name['cached_prompt_tokens']._serialized_options = b'\342A\001\003'
-  _globals['_STOPREASON']._serialized_start=1724
-  _globals['_STOPREASON']._serialized_end=1859
-  _globals['_MODELREF']._serialized_start=178
-  _globals['_MODELREF']._serialized_end=303
-  _globals['_POLICYVERSIONREF']._serialized_start=305
-  _globals['_POLICYVERSIONREF']._serialized_end=368
-  _globals['_SAMPLINGPARAMS']._serialized_start=371
-  _globals['_SAMPLINGPARAMS']._serialized_end=1166
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=982
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1030
-  _globals['_COMPLETION']._serialized_start=1169
-  _globals['_COMPLETION']._serialized_end=1570
-  _globals['_EFFECTIVEPARAMS']._serialized_start=1573
-  _globals['_EFFECTIVEPARAMS']._serialized_end=1721
+  _globals['_SWAPPOLICY']._serialized_start=2191
+  _globals['_SWAPPOLICY']._serialized_end=2281
+  _globals['_STOPREASON']._serialized_start=2284
+  _globals['_STOPREASON']._serialized_end=2419
+  _globals['_MODELREF']._serialized_start=179
+  _globals['_MODELREF']._serialized_end=332
+  _globals['_POLICYVERSIONREF']._serialized_start=334
+  _globals['_POLICYVERSIONREF']._serialized_end=397
+  _globals['_SAMPLINGPARAMS']._serialized_start=400
+  _globals['_SAMPLINGPARAMS']._serialized_end=1250
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1066
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1114
+  _globals['_COMPLETION']._serialized_start=1253
+  _globals['_COMPLETION']._serialized_end=1744
+  _globals['_COMPLETIONDELTA']._serialized_start=1747
+  _globals['_COMPLETIONDELTA']._serialized_end=2038
+  _globals['_EFFECTIVEPARAMS']._serialized_start=2041
+  _globals['_EFFECTIVEPARAMS']._serialized_end=2189
 # @@protoc_insertion_point(module_scope)

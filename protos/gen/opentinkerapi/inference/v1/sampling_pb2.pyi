@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SwapPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SwapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SwapPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SWAP_POLICY_UNSPECIFIED: _SwapPolicy.ValueType  # 0
+    """DRAIN."""
+    SWAP_POLICY_DRAIN: _SwapPolicy.ValueType  # 1
+    """Running requests end under the version that they name."""
+    SWAP_POLICY_CONTINUE: _SwapPolicy.ValueType  # 2
+    """Running requests go on under the other version of their policy, with caches cleared; the version spans of a completion tell which version sampled which token."""
+
+class SwapPolicy(_SwapPolicy, metaclass=_SwapPolicyEnumTypeWrapper):
+    """SwapPolicy says what becomes of running requests when a server that merges one version loads another. A swap goes ahead at once where whoever asks for it and every running request say CONTINUE; otherwise it waits for those that do not."""
+
+SWAP_POLICY_UNSPECIFIED: SwapPolicy.ValueType  # 0
+"""DRAIN."""
+SWAP_POLICY_DRAIN: SwapPolicy.ValueType  # 1
+"""Running requests end under the version that they name."""
+SWAP_POLICY_CONTINUE: SwapPolicy.ValueType  # 2
+"""Running requests go on under the other version of their policy, with caches cleared; the version spans of a completion tell which version sampled which token."""
+Global___SwapPolicy: _TypeAlias = SwapPolicy  # noqa: Y015
+
 class _StopReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -61,8 +85,11 @@ class ModelRef(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     """The server's base model without an adapter."""
+    checkpoint: _builtins.str
+    """The weights of a checkpoint, "policies/{policy}/checkpoints/{checkpoint}"; spans then name version -1."""
     @_builtins.property
     def policy_version(self) -> Global___PolicyVersionRef:
         """A policy at a version."""
@@ -72,12 +99,13 @@ class ModelRef(_message.Message):
         *,
         policy_version: Global___PolicyVersionRef | None = ...,
         base_model: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "checkpoint", b"checkpoint", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "checkpoint", b"checkpoint", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_model: _TypeAlias = _typing.Literal["policy_version", "base_model"]  # noqa: Y015
+    _WhichOneofReturnType_model: _TypeAlias = _typing.Literal["policy_version", "base_model", "checkpoint"]  # noqa: Y015
     _WhichOneofArgType_model: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_model) -> _WhichOneofReturnType_model | None: ...
 
@@ -153,6 +181,8 @@ class SamplingParams(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     RETURN_SUPPORT_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    RAW_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most new tokens, at least 1; clamped to the context. Default: what the context leaves."""
     temperature: _builtins.float
@@ -180,7 +210,11 @@ class SamplingParams(_message.Message):
     prompt_logprobs: _builtins.bool
     """Whether to return the logprobs of the prompt."""
     return_support: _builtins.bool
-    """Return the token ids kept by top-p and top-k, at most 256 a position."""
+    """Return the token ids that could be sampled at each position after min-p, top-k and top-p, at most 256."""
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text: only text that it allows can be sampled."""
+    raw_logprobs: _builtins.bool
+    """Return the sampled tokens' raw logprobs too: at temperature 1, before penalties, bias and truncation."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the completion."""
@@ -218,10 +252,12 @@ class SamplingParams(_message.Message):
         top_logprobs: _builtins.int = ...,
         prompt_logprobs: _builtins.bool = ...,
         return_support: _builtins.bool = ...,
+        json_schema: _builtins.str = ...,
+        raw_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "return_support", b"return_support", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "raw_logprobs", b"raw_logprobs", "repetition_penalty", b"repetition_penalty", "return_support", b"return_support", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -278,6 +314,9 @@ class Completion(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     MATCHED_STOP_FIELD_NUMBER: _builtins.int
+    SUPPORT_SIZES_FIELD_NUMBER: _builtins.int
+    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RAW_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the n."""
     token_ids: _builtins.bytes
@@ -292,6 +331,12 @@ class Completion(_message.Message):
     """Seed of this completion."""
     matched_stop: _builtins.str
     """The stop string that matched."""
+    support_sizes: _builtins.bytes
+    """Where asked for, packed int32: how many ids could be sampled at each token's place. 0: nothing was cut off; -1: more than 256, or too many in all, and not listed."""
+    support_token_ids: _builtins.bytes
+    """Packed int32: the ids of all places, end to end; the sampled one is among those of its place."""
+    raw_logprobs: _builtins.bytes
+    """Where asked for, packed float32: raw logprobs."""
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.VersionSpan]:
         """Which version sampled which token."""
@@ -317,14 +362,69 @@ class Completion(_message.Message):
         top_logprobs: _tensor_pb2.Tensor | None = ...,
         seed: _builtins.int = ...,
         matched_stop: _builtins.str = ...,
+        support_sizes: _builtins.bytes = ...,
+        support_token_ids: _builtins.bytes = ...,
+        raw_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "seed", b"seed", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "raw_logprobs", b"raw_logprobs", "seed", b"seed", "stop_reason", b"stop_reason", "support_sizes", b"support_sizes", "support_token_ids", b"support_token_ids", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Completion: _TypeAlias = Completion  # noqa: Y015
+
+@_typing.final
+class CompletionDelta(_message.Message):
+    """CompletionDelta is what one completion has gained. The deltas of a completion, joined, are the completion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the n."""
+    token_ids: _builtins.bytes
+    """Packed little-endian int32; none where only text was held back."""
+    logprobs: _builtins.bytes
+    """Packed float32, one a token."""
+    text: _builtins.str
+    """Whole characters only. What a later token may still change, or a stop string swallow, comes later."""
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.VersionSpan]:
+        """Which version sampled which of these tokens; counted from the completion's first token."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _tensor_pb2.Tensor:
+        """int32 [tokens, k], where asked for."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _tensor_pb2.Tensor:
+        """float32 [tokens, k], where asked for."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        text: _builtins.str = ...,
+        version_spans: _abc.Iterable[_prompt_pb2.VersionSpan] | None = ...,
+        top_token_ids: _tensor_pb2.Tensor | None = ...,
+        top_logprobs: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompletionDelta: _TypeAlias = CompletionDelta  # noqa: Y015
 
 @_typing.final
 class EffectiveParams(_message.Message):
