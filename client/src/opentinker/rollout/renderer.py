@@ -9,11 +9,13 @@ Where the template writes one placeholder for an image, the prompt has as many a
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from opentinker import errors
 from opentinker.environments.content import Image, Message
 from opentinker.sampling.prompt import PlacedImage, Prompt
+from opentinkerapi.runtime.continuation import View, continuation
 from opentinkerapi.runtime.images import ImageError, ImageSettings, check_size
 
 Rendered = Sequence[Mapping[str, Any]]
@@ -73,17 +75,15 @@ class Renderer:
         `messages` led to the reply, whose ids were sampled; `added` follow it. None where the template does
         not leave `messages` and the reply as they were.
         """
-        before = self._dicts(messages)
-        after = [*before, {"role": "assistant", "content": reply}, *self._dicts(added)]
-        rest = self._rest_by_ids(before, reply, after)
-        if rest is None:
-            rest = self._rest_by_text(before, reply, after)
-        if rest is None:
-            return None
-        # The reply ends with its end token already, where it ended by itself.
-        if rest and reply_ids and reply_ids[-1] == rest[0] and rest[0] in self._tokenizer.eos_ids:
-            rest = rest[1:]
-        return self._with_images(rest, added)
+        view = View(
+            self._ids,
+            self._text,
+            self._tokenizer.encode,
+            partial(self._tokenizer.decode, skip_special_tokens=False),
+            self._tokenizer.eos_ids,
+        )
+        rest = continuation(view, self._dicts(messages), reply, reply_ids, self._dicts(added))
+        return None if rest is None else self._with_images(rest, added)
 
     def _dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         if any(message.content.images for message in messages):
@@ -122,30 +122,6 @@ class Renderer:
                 placed.append(PlacedImage(len(expanded), count, image))
             expanded += [token_id] * count
         return Prompt(expanded, placed)
-
-    def _rest_by_ids(self, before: Rendered, reply: str, after: Rendered) -> list[int] | None:
-        """What follows prompt and reply in the rendered conversation, where ids meet at both borders."""
-        head = self._ids(before) + self._tokenizer.encode(reply)
-        whole = self._ids(after)
-        return whole[len(head) :] if whole[: len(head)] == head else None
-
-    def _rest_by_text(self, before: Rendered, reply: str, after: Rendered) -> list[int] | None:
-        """The same where tokens merge across a border: the text is unaltered, so its last tokens are the
-        rest.
-        """
-        head = self._text(before) + reply
-        whole_text = self._text(after)
-        if not whole_text.startswith(head):
-            return None
-        rest = whole_text[len(head) :]
-        whole = self._ids(after)
-        for count in range(1, len(whole) + 1):
-            text = self._tokenizer.decode(whole[-count:], skip_special_tokens=False)
-            if text == rest:
-                return whole[-count:]
-            if len(text) > len(rest):
-                break
-        return None
 
     def _ids(self, messages: Rendered) -> list[int]:
         if self._tokenizer.has_template:

@@ -20,6 +20,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from opentinkerapi.runtime import images
+from opentinkerapi.runtime.token_bytes import TokenBytes
 
 Message = Mapping[str, Any]
 
@@ -85,6 +86,7 @@ class ChatTokenizer:
         self._environment = _environment(_GenerationTag)
         self._marking = _environment(_MarkedGenerationTag)
         self._compiled: dict[tuple[str, bool], jinja2.Template] = {}
+        self._token_bytes: TokenBytes | None = None
         self.eos_ids: tuple[int, ...] = self._find_eos(files)
         """Token ids that end a reply, the tokenizer's own first."""
         self.images = images.ImageSettings.of_files(files)
@@ -171,6 +173,12 @@ class ChatTokenizer:
         """Token ids [n] of a text, without any special token."""
         tokenizer = self._guard()[0] if self._spelled(text) else self._tokenizer
         return self._ids(tokenizer, text)
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token alone, which need be no whole characters."""
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self._tokenizer)
+        return self._token_bytes.of(ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids [n]."""

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
+from opentinkerapi.data.v1 import content_pb2 as opentinkerapi_dot_data_dot_v1_dot_content__pb2
 from opentinkerapi.data.v1 import prompt_pb2 as opentinkerapi_dot_data_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&opentinkerapi/data/v1/trajectory.proto\x12\x15opentinkerapi.data.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\"opentinkerapi/data/v1/prompt.proto\"\x9a\x02\n\x06Reward\x12\x18\n\x05value\x18\x01 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x39\n\x06status\x18\x02 \x01(\x0e\x32#.opentinkerapi.data.v1.RewardStatusB\x04\xe2\x41\x01\x01\x12\x35\n\x04kind\x18\x03 \x01(\x0e\x32!.opentinkerapi.data.v1.RewardKindB\x04\xe2\x41\x01\x01\x12G\n\ncomponents\x18\x04 \x03(\x0b\x32-.opentinkerapi.data.v1.Reward.ComponentsEntryB\x04\xe2\x41\x01\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_value\"\xdb\x02\n\nTrajectory\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08group_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x13\n\x05\x61gent\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06policy\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12@\n\x08segments\x18\x05 \x03(\x0b\x32(.opentinkerapi.data.v1.TrajectorySegmentB\x04\xe2\x41\x01\x01\x12\x33\n\x06reward\x18\x06 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.RewardB\x04\xe2\x41\x01\x01\x12:\n\nend_reason\x18\x07 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x01\x12\x13\n\x05turns\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x17\n\ttask_json\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04seed\x18\n \x01(\x04\x42\x04\xe2\x41\x01\x01\"\x9b\x02\n\x11TrajectorySegment\x12\x32\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.opentinkerapi.data.v1.ChunkB\x04\xe2\x41\x01\x01\x12\x17\n\tloss_mask\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x16\n\x08logprobs\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12?\n\rversion_spans\x18\x04 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x01\x12\"\n\x14sampling_temperature\x18\x05 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rsupport_sizes\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1f\n\x11support_token_ids\x18\x07 \x01(\x0c\x42\x04\xe2\x41\x01\x01*\xfc\x02\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45ND_REASON_TERMINATED\x10\x01\x12\x18\n\x14\x45ND_REASON_TRUNCATED\x10\x02\x12\x19\n\x15\x45ND_REASON_TURN_LIMIT\x10\x03\x12\x1a\n\x16\x45ND_REASON_TOKEN_LIMIT\x10\x04\x12\x19\n\x15\x45ND_REASON_TOOL_LIMIT\x10\x05\x12\x1b\n\x17\x45ND_REASON_STEP_TIMEOUT\x10\x06\x12\x1e\n\x1a\x45ND_REASON_EPISODE_TIMEOUT\x10\x07\x12 \n\x1c\x45ND_REASON_PARSE_ERROR_LIMIT\x10\x08\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\t\x12\x18\n\x14\x45ND_REASON_ENV_CRASH\x10\n\x12\x1b\n\x17\x45ND_REASON_SANDBOX_LOST\x10\x0b\x12\x1c\n\x18\x45ND_REASON_LEASE_EXPIRED\x10\x0c*\xba\x01\n\x0cRewardStatus\x12\x1d\n\x19REWARD_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13REWARD_STATUS_VALID\x10\x01\x12\x1a\n\x16REWARD_STATUS_UNSCORED\x10\x02\x12\x1b\n\x17REWARD_STATUS_ENV_ERROR\x10\x03\x12\x1e\n\x1aREWARD_STATUS_GRADER_ERROR\x10\x04\x12\x19\n\x15REWARD_STATUS_TIMEOUT\x10\x05*v\n\nRewardKind\x12\x1b\n\x17REWARD_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11REWARD_KIND_DELTA\x10\x01\x12\x1a\n\x16REWARD_KIND_CUMULATIVE\x10\x02\x12\x18\n\x14REWARD_KIND_TERMINAL\x10\x03\x42R\n\x1a\x64\x65v.opentinker.api.data.v1B\x0fTrajectoryProtoP\x01Z!opentinker.dev/api/data/v1;datav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&opentinkerapi/data/v1/trajectory.proto\x12\x15opentinkerapi.data.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#opentinkerapi/data/v1/content.proto\x1a\"opentinkerapi/data/v1/prompt.proto\"\x9a\x02\n\x06Reward\x12\x18\n\x05value\x18\x01 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x00\x88\x01\x01\x12\x39\n\x06status\x18\x02 \x01(\x0e\x32#.opentinkerapi.data.v1.RewardStatusB\x04\xe2\x41\x01\x01\x12\x35\n\x04kind\x18\x03 \x01(\x0e\x32!.opentinkerapi.data.v1.RewardKindB\x04\xe2\x41\x01\x01\x12G\n\ncomponents\x18\x04 \x03(\x0b\x32-.opentinkerapi.data.v1.Reward.ComponentsEntryB\x04\xe2\x41\x01\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_value\"\xdb\x03\n\nTrajectory\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08group_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x13\n\x05\x61gent\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06policy\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12@\n\x08segments\x18\x05 \x03(\x0b\x32(.opentinkerapi.data.v1.TrajectorySegmentB\x04\xe2\x41\x01\x01\x12\x33\n\x06reward\x18\x06 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.RewardB\x04\xe2\x41\x01\x01\x12:\n\nend_reason\x18\x07 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x01\x12\x13\n\x05turns\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x17\n\ttask_json\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04seed\x18\n \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x42\n\rsampled_turns\x18\x0b \x03(\x0b\x32%.opentinkerapi.data.v1.TrajectoryTurnB\x04\xe2\x41\x01\x01\x12:\n\x08messages\x18\x0c \x03(\x0b\x32\".opentinkerapi.data.v1.ChatMessageB\x04\xe2\x41\x01\x01\"}\n\x0eTrajectoryTurn\x12\x1b\n\rprompt_tokens\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1f\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x12\n\x04text\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x19\n\x0bstop_reason\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\"\x9b\x02\n\x11TrajectorySegment\x12\x32\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.opentinkerapi.data.v1.ChunkB\x04\xe2\x41\x01\x01\x12\x17\n\tloss_mask\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x16\n\x08logprobs\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12?\n\rversion_spans\x18\x04 \x03(\x0b\x32\".opentinkerapi.data.v1.VersionSpanB\x04\xe2\x41\x01\x01\x12\"\n\x14sampling_temperature\x18\x05 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rsupport_sizes\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1f\n\x11support_token_ids\x18\x07 \x01(\x0c\x42\x04\xe2\x41\x01\x01*\xfc\x02\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45ND_REASON_TERMINATED\x10\x01\x12\x18\n\x14\x45ND_REASON_TRUNCATED\x10\x02\x12\x19\n\x15\x45ND_REASON_TURN_LIMIT\x10\x03\x12\x1a\n\x16\x45ND_REASON_TOKEN_LIMIT\x10\x04\x12\x19\n\x15\x45ND_REASON_TOOL_LIMIT\x10\x05\x12\x1b\n\x17\x45ND_REASON_STEP_TIMEOUT\x10\x06\x12\x1e\n\x1a\x45ND_REASON_EPISODE_TIMEOUT\x10\x07\x12 \n\x1c\x45ND_REASON_PARSE_ERROR_LIMIT\x10\x08\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\t\x12\x18\n\x14\x45ND_REASON_ENV_CRASH\x10\n\x12\x1b\n\x17\x45ND_REASON_SANDBOX_LOST\x10\x0b\x12\x1c\n\x18\x45ND_REASON_LEASE_EXPIRED\x10\x0c*\xba\x01\n\x0cRewardStatus\x12\x1d\n\x19REWARD_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13REWARD_STATUS_VALID\x10\x01\x12\x1a\n\x16REWARD_STATUS_UNSCORED\x10\x02\x12\x1b\n\x17REWARD_STATUS_ENV_ERROR\x10\x03\x12\x1e\n\x1aREWARD_STATUS_GRADER_ERROR\x10\x04\x12\x19\n\x15REWARD_STATUS_TIMEOUT\x10\x05*v\n\nRewardKind\x12\x1b\n\x17REWARD_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11REWARD_KIND_DELTA\x10\x01\x12\x1a\n\x16REWARD_KIND_CUMULATIVE\x10\x02\x12\x18\n\x14REWARD_KIND_TERMINAL\x10\x03\x42R\n\x1a\x64\x65v.opentinker.api.data.v1B\x0fTrajectoryProtoP\x01Z!opentinker.dev/api/data/v1;datav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -64,6 +65,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORY'].fields_by_name['task_json']._serialized_options = b'\342A\001\001'
   _globals['_TRAJECTORY'].fields_by_name['seed']._loaded_options = None
   _globals['_TRAJECTORY'].fields_by_name['seed']._serialized_options = b'\342A\001\001'
+  _globals['_TRAJECTORY'].fields_by_name['sampled_turns']._loaded_options = None
+  _globals['_TRAJECTORY'].fields_by_name['sampled_turns']._serialized_options = b'\342A\001\001'
+  _globals['_TRAJECTORY'].fields_by_name['messages']._loaded_options = None
+  _globals['_TRAJECTORY'].fields_by_name['messages']._serialized_options = b'\342A\001\001'
+  _globals['_TRAJECTORYTURN'].fields_by_name['prompt_tokens']._loaded_options = None
+  _globals['_TRAJECTORYTURN'].fields_by_name['prompt_tokens']._serialized_options = b'\342A\001\001'
+  _globals['_TRAJECTORYTURN'].fields_by_name['completion_tokens']._loaded_options = None
+  _globals['_TRAJECTORYTURN'].fields_by_name['completion_tokens']._serialized_options = b'\342A\001\001'
+  _globals['_TRAJECTORYTURN'].fields_by_name['text']._loaded_options = None
+  _globals['_TRAJECTORYTURN'].fields_by_name['text']._serialized_options = b'\342A\001\001'
+  _globals['_TRAJECTORYTURN'].fields_by_name['stop_reason']._loaded_options = None
+  _globals['_TRAJECTORYTURN'].fields_by_name['stop_reason']._serialized_options = b'\342A\001\001'
   _globals['_TRAJECTORYSEGMENT'].fields_by_name['chunks']._loaded_options = None
   _globals['_TRAJECTORYSEGMENT'].fields_by_name['chunks']._serialized_options = b'\342A\001\001'
   _globals['_TRAJECTORYSEGMENT'].fields_by_name['loss_mask']._loaded_options = None
@@ -78,18 +91,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORYSEGMENT'].fields_by_name['support_sizes']._serialized_options = b'\342A\001\001'
   _globals['_TRAJECTORYSEGMENT'].fields_by_name['support_token_ids']._loaded_options = None
   _globals['_TRAJECTORYSEGMENT'].fields_by_name['support_token_ids']._serialized_options = b'\342A\001\001'
-  _globals['_ENDREASON']._serialized_start=1056
-  _globals['_ENDREASON']._serialized_end=1436
-  _globals['_REWARDSTATUS']._serialized_start=1439
-  _globals['_REWARDSTATUS']._serialized_end=1625
-  _globals['_REWARDKIND']._serialized_start=1627
-  _globals['_REWARDKIND']._serialized_end=1745
-  _globals['_REWARD']._serialized_start=135
-  _globals['_REWARD']._serialized_end=417
-  _globals['_REWARD_COMPONENTSENTRY']._serialized_start=358
-  _globals['_REWARD_COMPONENTSENTRY']._serialized_end=407
-  _globals['_TRAJECTORY']._serialized_start=420
-  _globals['_TRAJECTORY']._serialized_end=767
-  _globals['_TRAJECTORYSEGMENT']._serialized_start=770
-  _globals['_TRAJECTORYSEGMENT']._serialized_end=1053
+  _globals['_ENDREASON']._serialized_start=1348
+  _globals['_ENDREASON']._serialized_end=1728
+  _globals['_REWARDSTATUS']._serialized_start=1731
+  _globals['_REWARDSTATUS']._serialized_end=1917
+  _globals['_REWARDKIND']._serialized_start=1919
+  _globals['_REWARDKIND']._serialized_end=2037
+  _globals['_REWARD']._serialized_start=172
+  _globals['_REWARD']._serialized_end=454
+  _globals['_REWARD_COMPONENTSENTRY']._serialized_start=395
+  _globals['_REWARD_COMPONENTSENTRY']._serialized_end=444
+  _globals['_TRAJECTORY']._serialized_start=457
+  _globals['_TRAJECTORY']._serialized_end=932
+  _globals['_TRAJECTORYTURN']._serialized_start=934
+  _globals['_TRAJECTORYTURN']._serialized_end=1059
+  _globals['_TRAJECTORYSEGMENT']._serialized_start=1062
+  _globals['_TRAJECTORYSEGMENT']._serialized_end=1345
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from opentinkerapi.data.v1 import content_pb2 as _content_pb2
 from opentinkerapi.data.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
@@ -222,6 +223,8 @@ class Trajectory(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     TASK_JSON_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    SAMPLED_TURNS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     episode: _builtins.str
     """Episode name."""
     group_id: _builtins.str
@@ -246,6 +249,14 @@ class Trajectory(_message.Message):
     def reward(self) -> Global___Reward:
         """Return of the episode."""
 
+    @_builtins.property
+    def sampled_turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryTurn]:
+        """The sampled turns, in the order in which they were sampled."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_content_pb2.ChatMessage]:
+        """The conversation, for people."""
+
     def __init__(
         self,
         *,
@@ -259,14 +270,50 @@ class Trajectory(_message.Message):
         turns: _builtins.int = ...,
         task_json: _builtins.str = ...,
         seed: _builtins.int = ...,
+        sampled_turns: _abc.Iterable[Global___TrajectoryTurn] | None = ...,
+        messages: _abc.Iterable[_content_pb2.ChatMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "end_reason", b"end_reason", "episode", b"episode", "group_id", b"group_id", "policy", b"policy", "reward", b"reward", "seed", b"seed", "segments", b"segments", "task_json", b"task_json", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "end_reason", b"end_reason", "episode", b"episode", "group_id", b"group_id", "messages", b"messages", "policy", b"policy", "reward", b"reward", "sampled_turns", b"sampled_turns", "seed", b"seed", "segments", b"segments", "task_json", b"task_json", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
+
+@_typing.final
+class TrajectoryTurn(_message.Message):
+    """TrajectoryTurn is one sampled reply, for people and for counting."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Tokens that led to it."""
+    completion_tokens: _builtins.int
+    """Tokens of it."""
+    text: _builtins.str
+    """Its text."""
+    stop_reason: _builtins.str
+    """What ended it: "END", "STOP" or "LENGTH"."""
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        text: _builtins.str = ...,
+        stop_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "stop_reason", b"stop_reason", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoryTurn: _TypeAlias = TrajectoryTurn  # noqa: Y015
 
 @_typing.final
 class TrajectorySegment(_message.Message):
