@@ -94,7 +94,8 @@ def test_kinds_and_slots_must_fit() -> None:
         assert refusal(*slots, kind=kind).reason is Reason.UNSUPPORTED_COMBINATION, kind
     ranked = replace(INFERENCE, options=ServerOptions(ranks=2))
     assert refusal(TRAINER, ranked).field == "job.slots[1].options.ranks"
-    assert refusal(replace(TRAINER, count=0)).field == "job.slots[0].count"
+    for count in (0, 2**31 - 1):
+        assert refusal(replace(TRAINER, count=count)).field == "job.slots[0].count"
     assert refusal(TRAINER, replace(INFERENCE, tuning=Tuning.LORA)).field == "job.slots[1].tuning"
     assert refusal(TRAINER, labels={str(i): "" for i in range(65)}).field == "job.labels"
 
@@ -155,6 +156,11 @@ def test_what_no_empty_cluster_could_hold_is_refused() -> None:
     merged = SlotSpec(Role.INFERENCE, "m", count=2, options=ServerOptions("vllm", "", "merged"))
     with pytest.raises(ServiceError, match=r"max_engine_servers\[vllm\] is 1"):
         check_capacity([merged], OFFER.limits)
+    # A server has room for eight adapters' slots, but replicas share none.
+    replicas = complete(replace(INFERENCE, count=5), MODEL, OFFER, "f")
+    with pytest.raises(ServiceError, match="needs 5 servers; the limit max_servers is 4"):
+        check_capacity([replicas], OFFER.limits)
+    check_capacity([replace(replicas, count=4)], OFFER.limits)
 
 
 def test_without_a_launcher_nothing_is_filled_in() -> None:

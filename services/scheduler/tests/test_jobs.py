@@ -92,6 +92,22 @@ def test_a_stop_of_ours_is_no_crash() -> None:
     assert (after.state, after.crashes) == (JobState.STARTING, (NOW, NOW))
 
 
+def test_a_lost_replica_fails_no_job_and_is_not_replaced_for_ever() -> None:
+    it = rules.running(rules.granted(job()), NOW)
+    for number in (1, 2, 3):
+        assert rules.gives_up(it, NOW, BUDGET) == ""
+        it = rules.lost_replica(it, CRASH, NOW, BUDGET)
+        assert (it.state, it.attempt, len(it.crashes)) == (JobState.RUNNING, 1 + number, number)
+        assert "exited with code 1" in it.state_reason
+        # Its place on a new server comes under the attempt that the loss made.
+        assert rules.granted(it) == it
+    assert "3 crashes" in rules.gives_up(it, NOW, BUDGET)
+    assert rules.gives_up(it, NOW + timedelta(minutes=11), BUDGET) == ""
+    # The last one takes the job along.
+    assert rules.lost_server(it, CRASH, NOW, BUDGET).state is JobState.FAILED
+    assert rules.running(it, NOW).state_reason == ""
+
+
 @pytest.mark.parametrize(
     ("wish", "state"), [(OnClientLoss.PAUSE, JobState.PAUSED), (OnClientLoss.CANCEL, JobState.CANCELLED)]
 )
@@ -110,7 +126,9 @@ def test_a_paused_job_goes_to_the_end_of_the_queue() -> None:
 
 
 STEPS = st.lists(
-    st.sampled_from(["grant", "run", "crash", "pause", "resume", "lose", "cancel", "succeed", "fail"]),
+    st.sampled_from(
+        ["grant", "run", "crash", "replica", "pause", "resume", "lose", "cancel", "succeed", "fail"]
+    ),
     max_size=40,
 )
 
@@ -123,11 +141,14 @@ def test_whatever_happens_states_follow_the_table_and_attempts_never_fall(
     wish = OnClientLoss.CANCEL if cancel_on_loss else OnClientLoss.PAUSE
     it = job(on_client_loss=wish)
     for step in steps:
+        if step == "replica" and it.state is not JobState.RUNNING:
+            continue
         try:
             after = {
                 "grant": lambda it=it: rules.granted(it),
                 "run": lambda it=it: rules.running(it, NOW),
                 "crash": lambda it=it: rules.lost_server(it, CRASH, NOW, BUDGET),
+                "replica": lambda it=it: rules.lost_replica(it, CRASH, NOW, BUDGET),
                 "pause": lambda it=it: rules.paused(it, ""),
                 "resume": lambda it=it: rules.resumed(it, NOW),
                 "lose": lambda it=it: rules.client_lost(it, NOW),
@@ -140,6 +161,6 @@ def test_whatever_happens_states_follow_the_table_and_attempts_never_fall(
         assert after.state in rules.SUCCESSORS[it.state]
         assert after.attempt >= it.attempt
         assert (after.end_time is not None) == after.state.final
-        if step == "crash" and not after.state.final:
+        if step in ("crash", "replica") and not after.state.final:
             assert after.attempt > it.attempt
         it = after

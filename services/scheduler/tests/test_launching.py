@@ -96,6 +96,86 @@ async def test_a_killed_server_is_replaced_at_once(rig: Any, make_slot: Any, rol
     assert after[other] == before[other]
 
 
+async def test_a_killed_replica_is_replaced_while_its_job_runs_on(rig: Any, make_slot: Any) -> None:
+    job = await rig.create_job(make_slot(TRAINER), make_slot(INFERENCE, count=2))
+    job = await rig.until(job.name, RUNNING)
+    before = await replicas(rig, job.name)
+    assert len({e.server for e in before}) == len({e.address for e in before}) == 2
+    victim, survivor = before
+    states: list[int] = []
+
+    async def watch() -> None:
+        async for seen in rig.jobs.WatchJob(pb.WatchJobRequest(name=job.name)):
+            states.append(seen.job.state)
+
+    watching = asyncio.ensure_future(watch())
+    os.kill(await pid_of(rig, victim.server), signal.SIGKILL)
+    await wait_until(
+        lambda: _are_replicas(rig, job.name, {survivor.server}), what="the dead one is not named"
+    )
+    lost = await rig.job(job.name)
+    assert lost.attempt == 2
+    assert "was killed by signal 9" in lost.state_reason
+    await wait_until(lambda: _count_replicas(rig, job.name, 2), what="there are two again")
+    after = {e.server: e for e in await replicas(rig, job.name)}
+    # Who did not die is not disturbed; who came is under a new attempt.
+    assert after.pop(survivor.server) == survivor
+    (new,) = after.values()
+    assert (new.attempt, new.slot_index) == (2, victim.slot_index)
+    whole = await rig.job(job.name)
+    assert (whole.state, whole.state_reason) == (RUNNING, "")
+    watching.cancel()
+    assert set(states) == {RUNNING}
+
+
+async def test_a_job_that_loses_all_replicas_starts_again_with_the_first(rig: Any, make_slot: Any) -> None:
+    job = await rig.create_job(make_slot(INFERENCE, count=2), kind=job_pb2.JOB_KIND_INFERENCE)
+    await rig.until(job.name, RUNNING)
+    for server in await rig.servers():
+        os.kill(server.pid, signal.SIGKILL)
+    await rig.until(job.name, STARTING)
+    await rig.until(job.name, RUNNING)
+    await wait_until(lambda: _count_replicas(rig, job.name, 2), what="there are two again")
+
+
+async def test_replicas_that_die_again_and_again_are_given_up_for_a_while(
+    start_rig: Any, make_slot: Any
+) -> None:
+    rig = await start_rig(crash_limit=2, crash_window_s=6.0)
+    job = await rig.create_job(make_slot(INFERENCE, count=2), kind=job_pb2.JOB_KIND_INFERENCE)
+    job = await rig.until(job.name, RUNNING)
+    survivor = (await replicas(rig, job.name))[0].server
+    for _ in range(2):
+        await wait_until(lambda: _count_replicas(rig, job.name, 2), what="there are two")
+        (victim,) = (e.server for e in await replicas(rig, job.name) if e.server != survivor)
+        os.kill(await pid_of(rig, victim), signal.SIGKILL)
+        await wait_until(lambda: _are_replicas(rig, job.name, {survivor}), what="one is left")
+
+    async def given_up() -> bool:
+        return "going on without a replica: 2 crashes" in (await rig.job(job.name)).state_reason
+
+    await wait_until(given_up, what="the job says so")
+    assert (await rig.job(job.name)).state == RUNNING
+    # Once the crashes are long ago, it is tried again.
+    await wait_until(lambda: _count_replicas(rig, job.name, 2), 30.0, what="there are two again")
+
+
+async def replicas(rig: Any, job: str) -> list[job_pb2.Endpoint]:
+    return [e for e in (await rig.renew(job)).endpoints if e.role == INFERENCE]
+
+
+async def pid_of(rig: Any, server: str) -> int:
+    return next(one.pid for one in await rig.servers() if one.name == server)
+
+
+async def _are_replicas(rig: Any, job: str, servers: set[str]) -> bool:
+    return {e.server for e in await replicas(rig, job)} == servers
+
+
+async def _count_replicas(rig: Any, job: str, number: int) -> bool:
+    return len(await replicas(rig, job)) == number
+
+
 @pytest.mark.parametrize("code", [0, 1])
 async def test_a_server_that_ends_unasked_costs_the_job_its_crashes(start_rig: Any, code: int) -> None:
     """B109: a dead component is noticed whatever its exit code. B107: the job fails with the cause."""

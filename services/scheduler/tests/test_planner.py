@@ -113,6 +113,46 @@ def test_servers_that_registered_themselves_serve_what_they_accept() -> None:
     assert not plan([demand("j", 1, options=asked)], [big], can_launch=False).grants
 
 
+def replicas(*ordinals: int, slot_index: int = 0) -> tuple[Need, ...]:
+    return tuple(Need(slot_index, ordinal, Role.INFERENCE, "m", A) for ordinal in ordinals)
+
+
+def inference(name: str, free: int, **more: object) -> Capacity:
+    return Capacity(name, Role.INFERENCE, "m", A, list(range(free)), **more)  # type: ignore[arg-type]
+
+
+def test_replicas_never_share_a_server() -> None:
+    made = plan([Demand("j", replicas(0, 1, 2))], [inference("s", 8)])
+    assert len({p.server_id for p in made.grants[0].placements}) == 3
+    assert len(made.launches) == 2
+    # Slots of another job, and other slots of the same one, may lie beside them.
+    beside = [Demand("k", replicas(0)), Demand("l", (*replicas(0), *replicas(0, slot_index=1)))]
+    assert not plan(beside, [inference("s", 8)]).launches
+
+
+def test_a_replaced_replica_goes_where_none_of_its_job_is() -> None:
+    floor = [
+        inference("has one", 7, jobs={"j"}, replicas={("j", 0)}),
+        inference("has none", 8, jobs={"k"}, replicas={("k", 0)}),
+    ]
+    made = plan([Demand("j", replicas(1), queued=False)], floor, can_launch=False)
+    assert [p.server_id for p in made.grants[0].placements] == ["has none"]
+    made = plan([Demand("j", replicas(1), queued=False)], floor[:1], can_launch=False)
+    assert not made.grants
+
+
+def test_who_waits_for_replicas_is_told_that_each_needs_a_server() -> None:
+    made = plan([Demand("j", replicas(0, 1))], [inference("s", 8)], can_launch=False)
+    assert "2 inference slots of m on noop, each on a server of its own" in made.waiting["j"][1]
+
+
+def test_what_a_job_cannot_go_on_without_is_not_held_up_by_a_spare_replica() -> None:
+    needed, spare = Demand("j", tuple(needs(1)), queued=False), Demand("j", replicas(1), queued=False)
+    made = plan([needed, spare], [server("s", 1)], can_launch=False)
+    assert [p.need for grant in made.grants for p in grant.placements] == list(needed.needs)
+    assert "waiting for 1 inference slot" in made.waiting["j"][1]
+
+
 OPTIONS = st.sampled_from([A, B, TORCH])
 DEMANDS = st.lists(
     st.tuples(st.integers(1, 12), OPTIONS, st.booleans(), st.booleans(), st.sampled_from(["m", "n"])),

@@ -271,7 +271,7 @@ class Job(_message.Message):
     state: Global___JobState.ValueType
     """Where it stands."""
     state_reason: _builtins.str
-    """What a waiting job waits for, in words a person can act on."""
+    """What a waiting job waits for, or a running one without all its replicas, in words a person can act on."""
     queue_position: _builtins.int
     """Jobs ahead of it, plus 1; 0 when not queued."""
     attempt: _builtins.int
@@ -360,7 +360,7 @@ class SlotSpec(_message.Message):
     tuning: Global___TuningKind.ValueType
     """What is trained; for trainer slots."""
     count: _builtins.int
-    """How many. Default 1."""
+    """How many, at most 1024; default 1. Several inference slots are replicas: each is on a server of its own, and a job that runs goes on while one of them answers."""
     @_builtins.property
     def options(self) -> Global___ServerOptions:
         """What kind of server it must be."""

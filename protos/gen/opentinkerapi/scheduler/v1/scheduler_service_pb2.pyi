@@ -482,7 +482,7 @@ class RenewJobLeaseResponse(_message.Message):
 
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Endpoint]:
-        """Where its slots are served; empty unless RUNNING."""
+        """Where its slots are served, replicas that do not answer now left out; empty unless RUNNING."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:

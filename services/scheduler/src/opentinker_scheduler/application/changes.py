@@ -17,6 +17,7 @@ from opentinker_scheduler.domain.model import (
 )
 from opentinker_scheduler.domain.names import require
 from opentinker_scheduler.domain.records import Fact
+from opentinker_scheduler.domain.replicas import Place, suffices
 from opentinker_scheduler.ports import Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -112,10 +113,24 @@ def end_server(
 def restart_job(
     tx: Transaction, job_id: str, cause: Failure, now: datetime, budget: rules.CrashBudget, *, counts: bool
 ) -> None:
-    """A placed job lost a slot."""
+    """A placed job lost a slot: it starts again, or goes on with the other replicas of that slot."""
     job = tx.jobs.find(job_id)
-    if job is not None and job.state.placed:
-        save_job(tx, job, rules.lost_server(job, cause, now, budget, counts=counts), now)
+    if job is None or not job.state.placed:
+        return
+    goes_on = job.state is JobState.RUNNING and suffices(job, answering(tx, job_id))
+    lost = rules.lost_replica if goes_on else rules.lost_server
+    save_job(tx, job, lost(job, cause, now, budget, counts=counts), now)
+
+
+def answering(tx: Transaction, job_id: str) -> list[Place]:
+    """The slots of a job that can be used now."""
+    ready = [a for a in tx.assignments.of_job(job_id) if a.state is AssignmentState.READY]
+    servers = {a.server_id: tx.servers.find(a.server_id) for a in ready}
+    return [
+        (a.slot_index, a.ordinal)
+        for a in ready
+        if (server := servers[a.server_id]) is not None and server.state is ServerState.READY
+    ]
 
 
 def note_progress(tx: Transaction, job_id: str) -> None:

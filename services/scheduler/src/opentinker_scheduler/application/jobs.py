@@ -1,6 +1,5 @@
 """Jobs on behalf of their clients: create, end, pause, resume, keep alive."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from opentinker_kit.clock import Clock
@@ -184,10 +183,3 @@ class Jobs:
         (run_id,) = require(name, Reason.INVALID_FIELD, "run", "runs")
         if tx.runs.find(run_id) is None:
             raise ServiceError(Reason.INVALID_FIELD, f"there is no run {name}", field="job.run")
-
-
-def slots_missing(job: Job, held: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The (slot index, ordinal) pairs that a job asks for and does not hold."""
-    wanted = [(index, ordinal) for index, spec in enumerate(job.slots) for ordinal in range(spec.count)]
-    have = set(held)
-    return [place for place in wanted if place not in have]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from opentinker_scheduler.application.changes import end_assignment, end_server, save_job
-from opentinker_scheduler.application.jobs import slots_missing
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.model import (
     Assignment,
@@ -17,11 +16,13 @@ from opentinker_scheduler.domain.model import (
     Failure,
     Job,
     JobState,
+    Role,
     Server,
     ServerState,
 )
 from opentinker_scheduler.domain.names import new_id
 from opentinker_scheduler.domain.planner import Capacity, Demand, Limits, Need, Plan, make_plan
+from opentinker_scheduler.domain.replicas import Place, missing, suffices, urgency
 from opentinker_scheduler.ports import Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -100,9 +101,9 @@ def settle(
     for assignment in tx.assignments.active() if seen.overdue else ():
         if assignment.id in seen.overdue and assignment.state is AssignmentState.RELEASING:
             end_assignment(tx, assignment, "taken back: its server did not free it in time", now)
-    if any(job.state in _UNSETTLED for job in tx.jobs.live()):
+    if any(map(_wants, tx.jobs.live())):
         _start_answering(tx, now)
-        _place(tx, seen.attended, limits, launcher_name, now)
+        _place(tx, seen.attended, limits, launcher_name, budget, now)
     servers, assignments = tx.servers.live(), tx.assignments.active()
     servers = _drain_idle(tx, servers, assignments, seen.idle_too_long)
     jobs = tx.jobs.live()
@@ -126,33 +127,45 @@ def _moving(jobs: Sequence[Job], servers: Sequence[Server], assignments: Sequenc
     )
 
 
+def _wants(job: Job) -> bool:
+    """Whether a job waits for slots: to start, or, while it runs without a replica, to be whole again."""
+    return job.state in _UNSETTLED or (job.state is JobState.RUNNING and bool(job.state_reason))
+
+
 def _start_answering(tx: Transaction, now: datetime) -> None:
-    """A job runs when every slot's server is ready and says that the slot is."""
+    """A job runs when every slot's server is ready and says that the slot is; one that ran before, as soon
+    as it can go on."""
     ready = {server.id for server in tx.servers.live() if server.state is ServerState.READY}
     by_job: dict[str, list[Assignment]] = {}
     for assignment in tx.assignments.active():
         by_job.setdefault(assignment.job_id, []).append(assignment)
     for job in tx.jobs.live():
-        if job.state is not JobState.STARTING:
+        if job.state is JobState.QUEUED or not _wants(job):
             continue
         answering = [
             (a.slot_index, a.ordinal)
             for a in by_job.get(job.id, ())
             if a.state is AssignmentState.READY and a.server_id in ready
         ]
-        if not slots_missing(job, answering):
-            save_job(tx, job, rules.running(job, now), now)
+        complete = not missing(job, answering)
+        goes_on = job.state is JobState.STARTING and job.start_time is not None and suffices(job, answering)
+        if complete or goes_on:
+            save_job(tx, job, rules.running(job, now, complete=complete), now)
 
 
 def _place(
-    tx: Transaction, attended: Collection[str], limits: Limits, launcher_name: str, now: datetime
+    tx: Transaction,
+    attended: Collection[str],
+    limits: Limits,
+    launcher_name: str,
+    budget: rules.CrashBudget,
+    now: datetime,
 ) -> None:
     """Give slots to those who wait, and tell the others why they do."""
     jobs = {job.id: job for job in tx.jobs.live()}
     assignments = tx.assignments.active()
-    demands, unattended = _demands(jobs.values(), assignments, attended)
-    for job in unattended:
-        reason = "waiting for its client: the scheduler restarted, and nobody asked for this job since"
+    demands, refused = _demands(jobs.values(), assignments, attended, budget, now)
+    for job, reason in refused:
         _tell(tx, job, 0, reason, now)
     if not demands:
         return
@@ -166,33 +179,50 @@ def _place(
 
 
 def _demands(
-    jobs: Collection[Job], assignments: Sequence[Assignment], attended: Collection[str]
-) -> tuple[list[Demand], list[Job]]:
-    """What waiting jobs lack, in queue order; and the jobs that would wait if their client were there."""
-    held: dict[str, list[tuple[int, int]]] = {}
+    jobs: Collection[Job],
+    assignments: Sequence[Assignment],
+    attended: Collection[str],
+    budget: rules.CrashBudget,
+    now: datetime,
+) -> tuple[list[Demand], list[tuple[Job, str]]]:
+    """What waiting jobs lack: first what stops those that lost slots, then their spare replicas, then the
+    queue in order. And the jobs that get nothing now, with the reason.
+    """
+    held: dict[str, list[Place]] = {}
     for assignment in assignments:
         if assignment.state.held:
             place = (assignment.slot_index, assignment.ordinal)
             held.setdefault(assignment.job_id, []).append(place)
-    demands: list[Demand] = []
-    unattended: list[Job] = []
+    urgent: list[Demand] = []
+    spares: list[Demand] = []
+    queue: list[Demand] = []
+    refused: list[tuple[Job, str]] = []
     for job in jobs:
-        if job.state not in _UNSETTLED:
-            continue
-        missing = slots_missing(job, held.get(job.id, ()))
-        if not missing:
+        have = held.get(job.id, ())
+        if not _wants(job) or not missing(job, have):
             continue
         if job.id not in attended:
-            unattended.append(job)
-            continue
-        needs = tuple(_need(job, index, ordinal) for index, ordinal in missing)
-        demands.append(Demand(job.id, needs, queued=job.state is JobState.QUEUED))
-    return demands, unattended
+            reason = "waiting for its client: the scheduler restarted, and nobody asked for this job since"
+            refused.append((job, reason))
+        elif job.state is JobState.QUEUED:
+            queue.append(Demand(job.id, _needs(job, missing(job, have))))
+        else:
+            needed, spare = urgency(job, have)
+            if needed:
+                urgent.append(Demand(job.id, _needs(job, needed), queued=False))
+            if spare and job.state is JobState.RUNNING and (reason := rules.gives_up(job, now, budget)):
+                refused.append((job, reason))
+            elif spare:
+                spares.append(Demand(job.id, _needs(job, spare), queued=False))
+    return [*urgent, *spares, *queue], refused
 
 
-def _need(job: Job, index: int, ordinal: int) -> Need:
-    spec = job.slots[index]
-    return Need(index, ordinal, spec.role, spec.base_model, spec.options, spec.exclusive)
+def _needs(job: Job, places: Sequence[Place]) -> tuple[Need, ...]:
+    return tuple(
+        Need(index, ordinal, spec.role, spec.base_model, spec.options, spec.exclusive)
+        for index, ordinal in places
+        for spec in (job.slots[index],)
+    )
 
 
 def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) -> list[Capacity]:
@@ -213,6 +243,7 @@ def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) ->
                 server.options,
                 free=[slot for slot in range(server.slots_total) if slot not in used],
                 jobs={assignment.job_id for assignment in on_it},
+                replicas={(a.job_id, a.slot_index) for a in on_it if a.role is Role.INFERENCE},
                 exclusive=any(assignment.exclusive for assignment in on_it),
                 launched=server.launched,
                 ready=server.state is ServerState.READY,
@@ -221,7 +252,7 @@ def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) ->
     return capacities
 
 
-def _write(tx: Transaction, plan: Plan, jobs: Mapping[str, Job], launcher_name: str, now: datetime) -> None:
+def _write(tx: Transaction, plan: Plan, jobs: dict[str, Job], launcher_name: str, now: datetime) -> None:
     for new in plan.launches:
         tx.servers.add(
             Server(
@@ -237,7 +268,7 @@ def _write(tx: Transaction, plan: Plan, jobs: Mapping[str, Job], launcher_name: 
         )
     for grant in plan.grants:
         before = jobs[grant.job_id]
-        job = save_job(tx, before, rules.granted(before), now)
+        job = jobs[before.id] = save_job(tx, before, rules.granted(before), now)
         for placement in grant.placements:
             need = placement.need
             tx.assignments.add(

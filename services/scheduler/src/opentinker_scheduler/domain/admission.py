@@ -21,6 +21,7 @@ from opentinkerapi.runtime.reasons import Reason
 
 MIN_LEASE_S, MAX_LEASE_S = 10.0, 24 * 3600.0
 MAX_LABELS, MAX_TEXT = 64, 512
+MAX_COUNT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,9 @@ def trains_all_weights(slots: Sequence[SlotSpec]) -> bool:
 
 
 def _check_slot(spec: SlotSpec, field: str) -> None:
-    if spec.count < 1:
-        raise ServiceError(Reason.INVALID_FIELD, "count must be at least 1", field=f"{field}.count")
+    if not 1 <= spec.count <= MAX_COUNT:
+        text = f"count is {spec.count}; it must be from 1 to {MAX_COUNT}"
+        raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.count")
     if spec.role is Role.INFERENCE and spec.tuning is not Tuning.NONE:
         text = "tuning is for trainer slots; leave it unset for inference"
         raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.tuning")

@@ -4,6 +4,7 @@
 
 with PAUSED (holds nothing until resumed) and PREEMPTED (checkpointed and put back). `attempt` grows whenever
 slots are granted or lost, so that what an older holder still says can be told from what the newest one says.
+A job with replicas stays RUNNING when it loses one and gets it back.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ S = JobState
 SUCCESSORS: Mapping[JobState, frozenset[JobState]] = {
     S.QUEUED: frozenset({S.STARTING, S.PAUSED, S.CANCELLED, S.FAILED}),
     S.STARTING: frozenset({S.RUNNING, S.QUEUED, S.STARTING, S.PAUSED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
-    S.RUNNING: frozenset({S.STARTING, S.PAUSED, S.PREEMPTED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
+    S.RUNNING: frozenset({S.STARTING, S.RUNNING, S.PAUSED, S.PREEMPTED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.PAUSED: frozenset({S.QUEUED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.PREEMPTED: frozenset({S.QUEUED, S.CANCELLED, S.FAILED}),
     S.SUCCEEDED: frozenset(),
@@ -47,7 +48,10 @@ def move(job: Job, state: JobState, *, reason: str, verb: str) -> Job:
 
 
 def granted(job: Job) -> Job:
-    """All slots were given, or all lost ones were given back: servers load, under a new attempt."""
+    """All slots were given, or lost ones were given back: servers load, under a new attempt."""
+    if job.state is S.RUNNING:
+        # A spare replica: the job goes on meanwhile.
+        return job
     new = job.state is S.QUEUED
     reason = "starting: waiting for its servers" if new else job.state_reason
     job = move(job, S.STARTING, reason=reason, verb="start")
@@ -55,10 +59,12 @@ def granted(job: Job) -> Job:
     return replace(job, attempt=job.attempt + new)
 
 
-def running(job: Job, now: datetime) -> Job:
-    """Every slot answers."""
-    job = move(job, S.RUNNING, reason="", verb="run")
-    return replace(job, start_time=job.start_time or now)
+def running(job: Job, now: datetime, *, complete: bool = True) -> Job:
+    """Every slot answers, or (not `complete`) enough of them to go on."""
+    reason = "" if complete else "replacing a replica"
+    if job.state is not S.RUNNING:
+        job = move(job, S.RUNNING, reason=reason, verb="run")
+    return replace(job, start_time=job.start_time or now, state_reason=reason, queue_position=0)
 
 
 def finished(job: Job, outcome: JobState, message: str, now: datetime) -> Job:
@@ -100,8 +106,7 @@ def lost_server(job: Job, cause: Failure, now: datetime, budget: CrashBudget, *,
 
     `counts` is False for ends that are nobody's fault (we stopped the server).
     """
-    recent = tuple(at for at in job.crashes if now - at < budget.window)
-    crashes = (*recent, now) if counts else recent
+    crashes = _crashes(job, now, budget, counts=counts)
     if len(crashes) >= budget.limit:
         job = move(job, S.FAILED, reason="", verb="fail")
         metadata = {**cause.metadata, "crashes": str(len(crashes))}
@@ -109,6 +114,28 @@ def lost_server(job: Job, cause: Failure, now: datetime, budget: CrashBudget, *,
         return replace(job, crashes=crashes, end_time=now, error=Failure(cause.reason, text, metadata))
     job = move(job, S.STARTING, reason=f"restarting: {cause.message.splitlines()[0]}", verb="restart")
     return replace(job, crashes=crashes, attempt=job.attempt + 1)
+
+
+def lost_replica(job: Job, cause: Failure, now: datetime, budget: CrashBudget, *, counts: bool = True) -> Job:
+    """A running job lost a replica and goes on with the others. The crash counts, but as long as another
+    replica answers it fails no job: `gives_up` says when no more are started instead.
+    """
+    crashes = _crashes(job, now, budget, counts=counts)
+    reason = f"replacing a replica: {cause.message.splitlines()[0]}"
+    return replace(job, crashes=crashes, attempt=job.attempt + 1, state_reason=reason)
+
+
+def gives_up(job: Job, now: datetime, budget: CrashBudget) -> str:
+    """Why no replica of a running job is replaced now; empty where one may be."""
+    crashes = len(_crashes(job, now, budget, counts=False))
+    if crashes < budget.limit:
+        return ""
+    return f"going on without a replica: {crashes} crashes within {budget.window}, no progress"
+
+
+def _crashes(job: Job, now: datetime, budget: CrashBudget, *, counts: bool) -> tuple[datetime, ...]:
+    recent = tuple(at for at in job.crashes if now - at < budget.window)
+    return (*recent, now) if counts else recent
 
 
 def progressed(job: Job) -> Job:

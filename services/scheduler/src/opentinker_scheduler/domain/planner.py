@@ -1,9 +1,9 @@
 """Which waiting job gets which slots: one pure decision over a snapshot, made by each tick.
 
-What holds for every plan: a job gets all the slots it lacks or none; no slot is given twice; a server serves
-only slots it accepts; an exclusive slot shares its server with no other job; limits on servers are kept; at
-most `max_grants` jobs are placed. Jobs that lost slots go first, then the queue in order; one that does not
-fit is passed over, so that a large job does not block a small one.
+What holds for every plan: a demand gets all its slots or none; no slot is given twice; a server serves only
+slots it accepts; replicas of one slot never share a server; an exclusive slot shares its server with no other
+job; limits on servers are kept; at most `max_grants` demands are placed. Jobs that lost slots go first, then
+the queue in order; one that does not fit is passed over, so that a large job does not block a small one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A waiting job and the slots it lacks. `queued` is False for one that runs and lost slots."""
+    """Slots that a job lacks and gets together: all of a queued one's; of one that lost slots (`queued` is
+    False) those that it needs to go on, and apart from them spare replicas.
+    """
 
     job_id: str
     needs: tuple[Need, ...]
@@ -52,6 +54,8 @@ class Capacity:
     """Free slot numbers."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that own slots, or whose slots are still being freed."""
+    replicas: set[tuple[str, int]] = field(default_factory=set)
+    """(job, slot index) of the inference slots among them."""
     exclusive: bool = False
     """One of those slots is exclusive."""
     launched: bool = True
@@ -62,9 +66,19 @@ class Capacity:
         """Whether a slot for this need of this job may be taken here now."""
         if not self.free or self.role is not need.role or self.base_model != need.base_model:
             return False
+        if (job_id, need.slot_index) in self.replicas:
+            return False
         same = self.options == need.options if self.launched else self.options.accepts(need.options)
         others = bool(self.jobs - {job_id})
         return same and not (others and (need.exclusive or self.exclusive))
+
+    def take(self, need: Need, job_id: str) -> int:
+        """Give a free slot to a need of a job; its number."""
+        self.jobs.add(job_id)
+        if need.role is Role.INFERENCE:
+            self.replicas.add((job_id, need.slot_index))
+        self.exclusive = self.exclusive or need.exclusive
+        return self.free.pop(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +102,16 @@ class Limits:
     def servers_needed(self, slots: Sequence[SlotSpec]) -> Mapping[Key, int]:
         """How many servers of each kind an empty cluster would start for a job."""
         counts: dict[Key, int] = {}
+        replicas: dict[Key, int] = {}
         for spec in slots:
             key = (spec.role, spec.base_model, spec.options)
             counts[key] = counts.get(key, 0) + spec.count
-        return {key: -(-count // self.slots_of(key[0], key[2])) for key, count in counts.items()}
+            if spec.role is Role.INFERENCE:
+                replicas[key] = max(replicas.get(key, 0), spec.count)
+        return {
+            key: max(-(-count // self.slots_of(key[0], key[2])), replicas.get(key, 0))
+            for key, count in counts.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +193,9 @@ def make_plan(
             continue
         position += demand.queued
         ahead = position - 1 if demand.queued else 0
-        plan.waiting[demand.job_id] = (position if demand.queued else 0, _reason(placed, ahead))
+        told = (position if demand.queued else 0, _reason(placed, ahead))
+        # Of a job with two demands the first says what matters more.
+        plan.waiting.setdefault(demand.job_id, told)
     plan.launches = floor.launched
     plan.evictions = floor.evicted
     return plan
@@ -205,9 +227,7 @@ class _Floor:
                 if isinstance(server, Obstacle):
                     shortage = Shortage(need, sum(other.key == need.key for other in demand.needs), server)
                     break
-                placements.append(Placement(need, server.server_id, server.free.pop(0)))
-                server.jobs.add(demand.job_id)
-                server.exclusive = server.exclusive or need.exclusive
+                placements.append(Placement(need, server.server_id, server.take(need, demand.job_id)))
             else:
                 attempt.keep = True
                 return tuple(placements)
@@ -283,6 +303,7 @@ def _copy(server: Capacity) -> Capacity:
         server.options,
         list(server.free),
         set(server.jobs),
+        set(server.replicas),
         server.exclusive,
         server.launched,
         server.ready,
@@ -296,5 +317,6 @@ def _reason(shortage: Shortage | None, ahead: int) -> str:
     need = shortage.need
     engine = f" on {need.options.engine}" if need.options.engine else ""
     slots = f"{shortage.wanted} {need.role} {'slot' if shortage.wanted == 1 else 'slots'}"
+    apart = ", each on a server of its own" if need.role is Role.INFERENCE and shortage.wanted > 1 else ""
     queue = f"; {ahead} {'job' if ahead == 1 else 'jobs'} ahead" if ahead else ""
-    return f"waiting for {slots} of {need.base_model}{engine}: {shortage.obstacle.text}{queue}"
+    return f"waiting for {slots} of {need.base_model}{engine}{apart}: {shortage.obstacle.text}{queue}"
