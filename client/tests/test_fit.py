@@ -225,7 +225,7 @@ def test_a_static_data_set_is_shuffled_by_the_seed(doubles: World, tmp_path: Pat
         ("loggers", ["tensorboard"]),
         ("algorithm", "dr_grpo"),
         ("tuning", "full"),
-        ("sampling", ot.SamplingParams(top_p=0.9)),
+        ("sampling", ot.SamplingParams(presence_penalty=0.5)),
     ],
 )
 def test_options_of_later_versions_are_refused_by_name(
@@ -252,6 +252,7 @@ def test_neutral_values_of_later_options_are_taken(doubles: World, tmp_path: Pat
         ({"loggers": [object()]}, "has no log"),
         ({"callbacks": [print]}, "no opentinker.Callback"),
         ({"sampling": ot.SamplingParams(temperature=0.0)}, "temperature"),
+        ({"sampling": ot.SamplingParams(top_k=257)}, "sampling.top_k"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(

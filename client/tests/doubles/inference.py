@@ -25,6 +25,11 @@ def digits(version: int, seed: int, prompt: list[int]) -> str:
     return f"{number}"
 
 
+def in_pairs(ids: list[int]) -> tuple[bytes, bytes]:
+    """Each token and the one after it in the vocabulary."""
+    return pack_ids([2] * len(ids)), pack_ids([each for token in ids for each in (token, token + 1)])
+
+
 class InferenceDouble(InferenceServiceServicer):
     """`fail_after` = k makes each Sample break off after k completions, once for each request id."""
 
@@ -43,6 +48,8 @@ class InferenceDouble(InferenceServiceServicer):
         self.before: Callable[[Any, Any], Any] | None = None
         self.context_tokens = 4096
         self.end = True
+        self.support: Callable[[list[int]], tuple[bytes, bytes]] = in_pairs
+        """ids -> (sizes, sets), where it is asked for what they were chosen among."""
 
     async def Sample(
         self, request: inference_service_pb2.SampleRequest, context: Any
@@ -85,6 +92,8 @@ class InferenceDouble(InferenceServiceServicer):
             text=text,
             seed=seed,
         )
+        if request.params.return_support:
+            completion.support_sizes, completion.support_token_ids = self.support(ids)
         completion.version_spans.add(start=0, end=len(ids), version=version)
         return completion
 

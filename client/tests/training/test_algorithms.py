@@ -13,6 +13,7 @@ from client.tests.doubles.trainer import rows_of, sampled
 
 import opentinker as ot
 from opentinker import errors
+from opentinkerapi.runtime.tensors import pack_ids, unpack_ids
 
 # --- a reference --------------------------------------------------------------------------------------------
 
@@ -232,15 +233,61 @@ def test_the_sampling_temperature_travels_with_the_rows(doubles: World, tmp_path
             assert {round(sample.sampling_temperature, 6) for sample in rows_of(messages)} == {0.7}
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_what_was_kept_travels_with_the_rows(doubles: World, tmp_path: Path, options: Any) -> None:
+    """B52: the sampler says what it chose among, and every pass of the trainer gets it, token for token."""
+    sampling = ot.SamplingParams(**options)
+    algorithm = ot.GRPO(group_size=4, kl=ot.KLPenalty(), epochs=2)
+    held_out = ot.Evaluation(tasks=[{"prompt": "Even?"}])
+    train(doubles, tmp_path, algorithm, sampling=sampling, evaluation=held_out)
+    asked = [request.params for request in doubles.inference.requests]
+    assert {params.top_k for params in asked} == {options.get("top_k", 200)}
+    # Evaluation samples likewise, but has no use for the sets.
+    assert {params.return_support for params in asked} == {True, False}
+    passes = [messages for _, method, messages in doubles.trainer.ran if method.startswith("Forward")]
+    assert passes
+    for sample in (sample for messages in passes for sample in rows_of(messages)):
+        trained = np.frombuffer(sample.loss_mask, np.uint8)
+        assert unpack_ids(sample.support_sizes) == (2 * trained).tolist()
+        ids = np.array(unpack_ids(sample.chunks[0].tokens.token_ids))[trained == 1]
+        assert unpack_ids(sample.support_token_ids) == np.stack([ids, ids + 1], 1).reshape(-1).tolist()
+
+
+def test_rows_without_a_cut_carry_no_sets(doubles: World, tmp_path: Path) -> None:
+    train(doubles, tmp_path, ot.GRPO(group_size=4), sampling=ot.SamplingParams(top_p=1.0, top_k=-1))
+    assert not any(request.params.return_support for request in doubles.inference.requests)
+    (messages,) = sent(doubles)
+    assert not any(sample.support_sizes for sample in rows_of(messages))
+
+
+def test_tokens_chosen_among_more_than_is_listed_leave_their_group(doubles: World, tmp_path: Path) -> None:
+    """They cannot be trained on without a bias; that is counted, never silent."""
+
+    def support(ids: list[int]) -> tuple[bytes, bytes]:
+        sizes = [-1 if ids[0] % 2 else 1, *[1] * (len(ids) - 1)]
+        return pack_ids(sizes), pack_ids([token for token, size in zip(ids, sizes, strict=True) if size > 0])
+
+    doubles.inference.support = support
+    result = train(doubles, tmp_path, ot.GRPO(group_size=8), sampling=ot.SamplingParams(top_p=0.9), steps=3)
+    excluded = [row["rollout/excluded/SUPPORT_TOO_LARGE"] for row in result.metrics]
+    assert sum(excluded) > 0
+    for messages in sent(doubles):
+        assert all(-1 not in unpack_ids(sample.support_sizes) for sample in rows_of(messages))
+
+
 @pytest.mark.parametrize(
-    "options", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
+    "options",
+    [{"repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}}, {"bad_words": ("no",)}],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "algorithm", [ot.GRPO(loss=ot.GSPO()), ot.ActorCritic()], ids=["GSPO", "ActorCritic"]
 )
-def test_a_cut_off_support_is_refused(doubles: World, tmp_path: Path, algorithm: Any, options: Any) -> None:
-    """B52: the sampler would renormalise, the trainer not, and every ratio be off."""
-    with pytest.raises(errors.UnsupportedOption, match="top_p, top_k"):
+def test_logits_that_are_not_the_models_are_refused(
+    doubles: World, tmp_path: Path, algorithm: Any, options: Any
+) -> None:
+    """B52: the trainer computes other ones, and every ratio would be off."""
+    with pytest.raises(errors.UnsupportedOption, match="penalties, bad_words"):
         train(doubles, tmp_path, algorithm, sampling=ot.SamplingParams(**options))
     assert not doubles.scheduler.jobs
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from client.tests.training.golden import CASES
 
+import opentinker as ot
 from opentinker import errors
+from opentinker.sampling.support import Support
 from opentinker.training import off_policy, support
+from opentinker.training.samples import check
 
 INPUTS = {name: [np.array(row) for row in rows] for name, rows in CASES["L0_inputs"].items()}
 MASKS = CASES["L0_inputs"]["mask"]
@@ -123,3 +126,28 @@ def test_which_tokens_are_kept() -> None:
     for options in ({"top_p": 0.0}, {"top_k": 0}, {"temperature": 0.0}):
         with pytest.raises(errors.InvalidArgument, match=next(iter(options))):
             support.sampled(LOGITS, 0, **options)  # type: ignore[arg-type]
+
+
+def test_supports_are_joined_at_their_places() -> None:
+    """Two turns, an observation between them and a prompt before: there the whole vocabulary."""
+    first = Support(np.array([2, 1], np.int32), np.array([5, 6, 7], np.int32))
+    second = Support(np.array([-1, 0, 1], np.int32), np.array([9], np.int32))
+    joined = Support.joined([(3, first), (6, second)], 10)
+    assert joined is not None
+    assert joined.sizes.tolist() == [0, 0, 0, 2, 1, 0, -1, 0, 1, 0]
+    assert joined.sets()[3:9] == [(5, 6), (7,), None, None, None, (9,)]
+    assert joined.unlisted == 1
+    assert Support.joined([], 10) is None
+    assert Support.of_wire(b"", b"") is None
+
+
+def test_a_malformed_support_is_refused_by_index() -> None:
+    def row(sizes: list[int], ids: list[int]) -> ot.TrainSample:
+        support = Support(np.array(sizes, np.int32), np.array(ids, np.int32))
+        return ot.TrainSample([1, 2, 3], [0, 1, 1], support=support)
+
+    check([row([-1, 1, 2], [2, 3, 4])])
+    for bad in (row([0, 1], [2]), row([0, 1, 1], [2]), row([0, -1, 1], [3]), row([0, 257, 0], [2] * 257)):
+        with pytest.raises(errors.InvalidSample, match="sample 1: support") as caught:
+            check([row([0, 0, 0], []), bad])
+        assert caught.value.field == "samples[1]"

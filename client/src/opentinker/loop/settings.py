@@ -135,12 +135,13 @@ class Plan:
                 raise invalid(name, f"must be at least 1, not {getattr(self, name)}")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise invalid("checkpoint_every", f"must be at least 1 or None, not {self.checkpoint_every}")
-        if not self.sampling.full_support and not isinstance(self.algorithm.loss, CrossEntropy):
+        if not self.sampling.plain and self._has_ratio:
             raise unsupported(
                 "sampling",
-                "losses with an importance ratio need every token to be possible: leave top_p, top_k, min_p, "
-                "penalties, bad_words and logit_bias at their defaults",
+                "losses with an importance ratio need the logits that the trainer computes: leave penalties, "
+                "bad_words and logit_bias at their defaults",
             )
+        _ = self.rollout_sampling  # refuses what cannot be listed
         self._check_algorithm()
         if self.sampling.temperature == 0:
             raise invalid(
@@ -161,6 +162,15 @@ class Plan:
             raise invalid("tuning.value_head", f"{type(algorithm).__name__} trains no value head")
         if self.logprob_check is not True and self.logprob_check is not False:
             above("logprob_check", self.logprob_check, 0.0)
+
+    @property
+    def _has_ratio(self) -> bool:
+        return not isinstance(self.algorithm.loss, CrossEntropy)
+
+    @property
+    def rollout_sampling(self) -> SamplingParams:
+        """How training episodes are sampled: what was cut off is returned where the trainer needs to know."""
+        return self.sampling.for_training() if self._has_ratio else self.sampling
 
     @property
     def policy_tuning(self) -> Tuning:

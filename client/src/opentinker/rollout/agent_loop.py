@@ -25,6 +25,7 @@ from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Segment, Trajectory, Turn
 from opentinker.sampling.params import Completion, StopReason
 from opentinker.sampling.prompt import Prompt, images_of
+from opentinker.sampling.support import Support
 
 _R = TypeVar("_R")
 
@@ -52,12 +53,15 @@ class _Tokens:
         self.mask = [0] * len(prompt)
         self.logprobs: list[float] = [0.0] * len(prompt)
         self.spans: list[tuple[int, int, int]] = []
+        self.supports: list[tuple[int, Support]] = []
 
     def sampled(self, completion: Completion, version: int) -> None:
         """Append what the policy said."""
         start = len(self.ids)
         spans = completion.spans or ((0, len(completion.token_ids), version),)
         self.spans += [(start + first, start + last, number) for first, last, number in spans]
+        if completion.support is not None:
+            self.supports.append((start, completion.support))
         self.ids += completion.token_ids
         self.mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs.tolist()
@@ -82,6 +86,7 @@ class _Tokens:
             np.asarray(self.logprobs[:end], dtype=np.float32),
             tuple(self.spans),
             tuple(image for image in self.images if image.end <= end),
+            Support.joined(self.supports, end),
         )
 
 

@@ -178,14 +178,15 @@ def rollouts(
 
     `env` is an environment class (played in this process) or the name of a hosted one; `options` go to its
     `__init__`. `start` is the ordinal of the first task, for loops that resume; `version` pins a policy
-    version; `scope` makes request ids reproducible (by default each call is its own).
+    version; `scope` makes request ids reproducible (by default each call is its own). Where `params` cut
+    unlikely tokens off, the trajectories carry what was kept (`SamplingParams.for_training`).
     """
     return Rollouts(
         policy,
         env,
         groups=groups,
         group_size=group_size,
-        params=params,
+        params=params.for_training() if params is not None else None,
         limits=limits,
         seed=seed,
         options=options,

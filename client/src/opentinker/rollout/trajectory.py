@@ -14,6 +14,7 @@ from opentinker.environments.rewards import Reward
 from opentinker.environments.types import EndReason
 from opentinker.sampling.params import StopReason
 from opentinker.sampling.prompt import PlacedImage
+from opentinker.sampling.support import Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Segment:
     logprobs: NDArray[np.float32]
     spans: tuple[tuple[int, int, int], ...]
     images: tuple[PlacedImage, ...] = ()
+    support: Support | None = None
+    """What each token was chosen among, where the sampler returned that; of other tokens the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import invalid
+from opentinker.sampling.support import MAX_SUPPORT, Support
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.runtime.tensors import unpack_floats, unpack_ids
+
+DEFAULT_SUPPORT = 200
+"""Below MAX_SUPPORT, because what ties with the last token is kept too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    return_support: bool = False
+    """Return which ids top_p, top_k and min_p kept at each token, at most 256 of them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -52,17 +58,32 @@ class SamplingParams:
             raise invalid("min_p", f"must be in [0, 1], not {self.min_p}")
 
     @property
-    def full_support(self) -> bool:
-        """Whether every token can be drawn, as losses with an importance ratio need it."""
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be drawn, because they are too unlikely."""
+        return not (self.top_p in (None, 1.0) and self.top_k in (None, -1) and self.min_p in (None, 0.0))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are the model's own, which is what a trainer computes."""
         return (
-            self.top_p in (None, 1.0)
-            and self.top_k in (None, -1)
-            and self.min_p in (None, 0.0)
-            and not (self.bad_words or self.logit_bias)
+            not (self.bad_words or self.logit_bias)
             and self.presence_penalty in (None, 0.0)
             and self.frequency_penalty in (None, 0.0)
             and self.repetition_penalty in (None, 1.0)
         )
+
+    def for_training(self) -> "SamplingParams":
+        """The same, with what a loss with an importance ratio needs: where tokens are cut off, the sets of
+        those that were kept. A top_p or min_p without a top_k gets top_k=200, so that the sets can be listed.
+        InvalidArgument for a top_k beyond 256.
+        """
+        if not self.cuts:
+            return self
+        top_k = self.top_k if self.top_k not in (None, -1) else DEFAULT_SUPPORT
+        if top_k > MAX_SUPPORT:
+            text = f"at most {MAX_SUPPORT} in training, where the ids that were kept are listed; not {top_k}"
+            raise invalid("sampling.top_k", text)
+        return replace(self, top_k=top_k, return_support=True)
 
     def to_wire(self, seed: int | None, **extra: Any) -> sampling_pb2.SamplingParams:
         """As a message; `extra` are fields that belong to one request only."""
@@ -85,6 +106,7 @@ class SamplingParams:
             stop_token_ids=self.stop_token_ids,
             seed=seed,
             ignore_eos=self.ignore_eos,
+            return_support=self.return_support,
             bad_words=self.bad_words,
             logit_bias=dict(self.logit_bias),
             **optional,
@@ -120,6 +142,8 @@ class Completion:
     seed: int
     spans: tuple[tuple[int, int, int], ...] = ()
     """(start, end, version) of runs of tokens."""
+    support: Support | None = None
+    """What each token was chosen among, where that was asked for."""
 
     @classmethod
     def of_wire(cls, completion: sampling_pb2.Completion) -> "Completion":
@@ -134,4 +158,5 @@ class Completion:
             text=completion.text,
             seed=completion.seed,
             spans=tuple((span.start, span.end, span.version) for span in completion.version_spans),
+            support=Support.of_wire(completion.support_sizes, completion.support_token_ids),
         )

@@ -73,9 +73,10 @@ def train_samples(
     """Turn the trajectories of a batch into rows; each segment of a trajectory is a row.
 
     `advantage` is a function of `opentinker.advantages`, or one of your own: its parameters are named like
-    the fields of `advantages.AdvantageInputs`. What infrastructure ended, and what has no reward, leaves its
-    group and is counted. Groups whose rewards are all equal teach nothing: "keep" sends their rows with
-    advantage 0, so that they count in the denominator; "drop" leaves them out of both.
+    the fields of `advantages.AdvantageInputs`. What infrastructure ended, what has no reward, and what has a
+    token that was chosen among more ids than are listed, leaves its group and is counted. Groups whose
+    rewards are all equal teach nothing: "keep" sends their rows with advantage 0, so that they count in the
+    denominator; "drop" leaves them out of both.
     """
     return credit(gather(batch, zero_variance), advantage)
 
@@ -220,6 +221,9 @@ def _usable(trajectory: Trajectory, reasons: Counter[str]) -> bool:
     if not trajectory.reward.is_valid:
         reasons[trajectory.reward.status.value] += 1
         return False
+    if any(segment.support is not None and segment.support.unlisted for segment in trajectory.segments):
+        reasons["SUPPORT_TOO_LARGE"] += 1
+        return False
     return True
 
 
@@ -236,6 +240,7 @@ def _rows(trajectory: Trajectory) -> Iterator[TrainSample]:
             group_id=trajectory.group,
             sample_id=f"{trajectory.group}/{trajectory.member}/{number}",
             images=segment.images,
+            support=segment.support,
         )
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from opentinker.errors import InvalidSample, Reason
 from opentinker.sampling.prompt import PlacedImage, chunks, images_of
+from opentinker.sampling.support import MAX_SUPPORT, Support
 from opentinkerapi.data.v1 import prompt_pb2, train_sample_pb2
-from opentinkerapi.runtime.tensors import pack_floats
+from opentinkerapi.runtime.tensors import pack_floats, pack_ids
 
 Array = Sequence[float] | NDArray[np.floating]
 
@@ -56,6 +57,10 @@ class TrainSample:
     components: Sequence[str] = ()
     """Names of the loss components that the row takes part in. Default: all."""
     temperature: float = 1.0
+    support: Support | None = None
+    """What each token was chosen among: its logprob is one of the distribution over these ids alone. Default:
+    all of the vocabulary.
+    """
     spans: Sequence[tuple[int, int, int]] = ()
     """(start, end, version) of sampled runs."""
     group_id: str = ""
@@ -97,6 +102,9 @@ class TrainSample:
             values = getattr(self, name)
             if values is not None:
                 setattr(wire, field_name, pack_floats(values))
+        if self.support is not None:
+            wire.support_sizes = pack_ids(self.support.sizes)
+            wire.support_token_ids = pack_ids(self.support.ids)
         return wire
 
 
@@ -186,6 +194,19 @@ def _check_row(index: int, row: TrainSample) -> None:
             raise _bad(index, f"{name} has {_shape(values)} entries for {count} tokens")
         if not np.isfinite(values[trained]).all():
             raise _bad(index, f"{name} is not finite at a token that is trained on")
+    if row.support is not None:
+        _check_support(index, row.support, trained)
+
+
+def _check_support(index: int, support: Support, trained: NDArray[np.bool_]) -> None:
+    """What the trainer would not take; whether a token is in its own set is for it to say."""
+    if len(support) != len(trained):
+        raise _bad(index, f"support has {len(support)} entries for {len(trained)} tokens")
+    if int(np.maximum(support.sizes, 0).sum()) != len(support.ids):
+        raise _bad(index, f"support has {len(support.ids)} ids, and its sizes add up to another number")
+    if (support.sizes[trained] < 0).any() or (support.sizes > MAX_SUPPORT).any():
+        text = f"support: a token was chosen among more than {MAX_SUPPORT} ids; sample with a smaller top_k"
+        raise _bad(index, text)
 
 
 def _shape(values: NDArray[np.float64]) -> str:
