@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
-from opentinker_inference.domain.versions import BASE, LocalWeights, ModelRef
+from opentinker_inference.domain.versions import BASE, LocalWeights, ModelRef, policy_of
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
@@ -24,6 +24,8 @@ class FakeEngine:
         self.merged = merged
         self.capacity = capacity
         self.running: list[str] = []
+        self.continuing: list[str] = []
+        """Keys that those asked for who may go on under another."""
         self.loads: list[str] = []
         self.broken: set[str] = set()
         self.unload_s = 0.0
@@ -38,6 +40,8 @@ class FakeEngine:
         await asyncio.sleep(0.001)
         if self.merged:
             assert not self.running, "swapped under running requests"
+            policies = {policy_of(k) for k in [key, *self.continuing]}
+            assert len(policies) == 1, "went on under weights of another policy"
             self.loaded = {key}
         self.loaded.add(key)
         assert len(self.loaded - {""}) <= self.capacity
@@ -53,6 +57,16 @@ class FakeEngine:
         if self.merged:
             return MergedResidency(self.fetch, self.load)
         return AdapterResidency(self.fetch, self.load, self.unload, self.capacity)
+
+    async def go_on(self, key: str, seconds: float) -> None:
+        """Run where a swap may happen."""
+        self.continuing.append(key)
+        try:
+            for _ in range(5):
+                await asyncio.sleep(seconds / 5)
+                assert {policy_of(key)} == {policy_of(loaded) for loaded in self.loaded}
+        finally:
+            self.continuing.remove(key)
 
     async def run(self, key: str, seconds: float) -> None:
         self.running.append(key)
@@ -131,6 +145,54 @@ async def test_merged_waiters_go_in_order_and_together() -> None:
     one_key, two_key = version(1).key, version(2).key
     assert order == ["", one_key, one_key, "", "", two_key]
     assert engine.loads == [one_key, "", two_key]
+
+
+async def test_a_swap_happens_under_those_that_may_continue_and_waits_for_the_rest() -> None:
+    engine = FakeEngine(merged=True)
+    residency = engine.residency()
+    done: list[str] = []
+
+    async def one(name: str, ref: ModelRef, seconds: float, *, go_on: bool) -> None:
+        async with residency.use(ref, may_continue=go_on) as key:
+            assert key == ref.key
+            await (engine.go_on if go_on else engine.run)(key, seconds)
+        done.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one("long", version(1), 0.2, go_on=True))
+        await asyncio.sleep(0.01)
+        await residency.load(version(2), may_continue=True)
+        assert done == []
+        assert engine.loaded == {version(2).key}
+        group.create_task(one("pinned", version(2), 0.05, go_on=False))
+        await asyncio.sleep(0.01)
+        await residency.load(version(3), may_continue=True)
+        assert done == ["pinned"]
+        await residency.load(version(4))  # who asks wants the others to end first
+        assert done == ["pinned", "long"]
+        group.create_task(one("again", version(4), 0.05, go_on=True))
+        await asyncio.sleep(0.01)
+        await residency.load(BASE, may_continue=True)
+        assert done[-1] == "again", "a request went on under the base model"
+    assert engine.loads == [*(version(n).key for n in range(1, 5)), ""]
+
+
+async def test_random_requests_some_of_which_may_continue() -> None:
+    engine = FakeEngine(merged=True)
+    residency = engine.residency()
+    chance = random.Random(2)
+    refs = [version(n) for n in range(5)]
+
+    async def one() -> None:
+        await asyncio.sleep(chance.random() * 0.2)
+        ref, go_on = chance.choice(refs), chance.random() < 0.7
+        async with residency.use(ref, may_continue=go_on) as key:
+            await (engine.go_on if go_on else engine.run)(key, chance.random() * 0.02)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(one() for _ in range(200)))
+    assert residency.waiting() == 0
+    assert all(users == 0 for _, users in residency.loaded())
 
 
 async def test_a_second_policy_is_refused_only_while_the_first_is_sampled() -> None:

@@ -68,7 +68,8 @@ class Engine(Protocol):
     async def load(self, weights: Weights) -> float:
         """Make `weights.key` usable; returns seconds spent. Loading a loaded key costs nothing.
 
-        A merged engine holds one key, which this replaces: no job may run meanwhile.
+        A merged engine holds one key, which this replaces: only jobs that may continue may run meanwhile.
+        Their caches are cleared, and what they sample from then on is of the new weights.
         """
         ...
 

@@ -31,6 +31,7 @@ METHODS = (
     "GetCapabilities",
 )
 _MODES = {"adapter": pb.SERVING_MODE_ADAPTER, "merged": pb.SERVING_MODE_MERGED}
+_SWAP_POLICIES = (sampling_pb2.SWAP_POLICY_DRAIN, sampling_pb2.SWAP_POLICY_CONTINUE)
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -110,7 +111,9 @@ class InferenceServicer(InferenceServiceServicer):
     async def LoadPolicyVersion(  # type: ignore[override]
         self, request: pb.LoadPolicyVersionRequest, context: Context
     ) -> pb.LoadPolicyVersionResponse:
-        elapsed = await self._domain.load_version(wire.version_ref(request.policy_version))
+        elapsed = await self._domain.load_version(
+            wire.version_ref(request.policy_version), may_continue=wire.may_continue(request.swap_policy)
+        )
         return pb.LoadPolicyVersionResponse(load_time=wire.duration(elapsed))
 
     async def UnloadPolicyVersion(  # type: ignore[override]
@@ -178,6 +181,7 @@ class InferenceServicer(InferenceServiceServicer):
             end_token_ids=self._domain.end_token_ids,
             raw_logprobs=False,
             images=info.images,
+            swap_policies=_SWAP_POLICIES if info.continues else (),
         )
 
     def _started(self, call: SampleCall) -> pb.SampleResponse:

@@ -22,7 +22,7 @@ from opentinker_inference.domain.sampling import (
     ScoreJob,
     StopReason,
 )
-from opentinker_inference.domain.versions import ModelRef, check_policy_name
+from opentinker_inference.domain.versions import ModelRef, VersionSpan, check_policy_name
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.data.v1 import content_pb2
@@ -71,6 +71,7 @@ def sample_spec(request: inference_service_pb2.SampleRequest, prompt: PromptToke
         seed_given=request.params.HasField("seed"),
         max_tokens_given=request.params.HasField("max_tokens"),
         n=request.n if request.HasField("n") else 1,
+        may_continue=may_continue(request.swap_policy),
     )
 
 
@@ -98,6 +99,15 @@ def version_ref(ref: sampling_pb2.PolicyVersionRef, field: str = "policy_version
     if ref.version < 0:
         raise ServiceError(Reason.INVALID_FIELD, "version is negative", field=f"{field}.version")
     return ModelRef(policy=ref.policy, version=ref.version)
+
+
+def may_continue(policy: "sampling_pb2.SwapPolicy.ValueType") -> bool:
+    """What a swap policy says; INVALID_FIELD for a number that is none."""
+    if policy not in sampling_pb2.SwapPolicy.values():
+        allowed = ", ".join(sampling_pb2.SwapPolicy.keys())
+        text = f"{policy} is no swap policy; there are {allowed}"
+        raise ServiceError(Reason.INVALID_FIELD, text, field="swap_policy")
+    return policy == sampling_pb2.SWAP_POLICY_CONTINUE
 
 
 def token_ids(data: bytes, field: str) -> list[int]:
@@ -203,15 +213,17 @@ def completion_pb(completion: Completion) -> sampling_pb2.Completion:
     if completion.top_ids:
         message.top_token_ids.CopyFrom(pack(np.asarray(completion.top_ids, dtype=np.int32)))
         message.top_logprobs.CopyFrom(pack(np.asarray(completion.top_logprobs, dtype=np.float32)))
+    for span in completion.spans:
+        message.version_spans.add(start=span.start, end=span.end, version=span.version)
     return message
 
 
 def finished_pb(completion: Completion, text: str, seed: int, ref: ModelRef) -> sampling_pb2.Completion:
-    """A completion as a caller gets it: one version sampled all of it."""
+    """A completion as a caller gets it. Without spans of its own the version asked for sampled all of it."""
     message = completion_pb(completion)
     message.text = text
     message.seed = seed
-    if not ref.is_base:
+    if not ref.is_base and not completion.spans:
         message.version_spans.add(start=0, end=len(completion.token_ids), version=ref.version)
     return message
 
@@ -262,6 +274,7 @@ def engine_info_pb(info: EngineInfo) -> engine_pb2.StartEngineResponse:
         score_temperature=info.score_temperature,
         pid=info.pid,
         images=info.images,
+        continues=info.continues,
     )
 
 
@@ -278,6 +291,7 @@ def engine_info(response: engine_pb2.StartEngineResponse) -> EngineInfo:
         score_temperature=response.score_temperature,
         pid=response.pid,
         images=response.images,
+        continues=response.continues,
     )
 
 
@@ -290,6 +304,7 @@ def job_pb(job: SampleJob) -> engine_pb2.EngineSampleRequest:
         params=sampling_params_pb(job.params),
         end_token_ids=job.end_token_ids,
         images=_images_pb(job.images),
+        may_continue=job.may_continue,
     )
 
 
@@ -302,6 +317,7 @@ def sample_job(request: engine_pb2.EngineSampleRequest) -> SampleJob:
         params=sampling_params(request.params),
         end_token_ids=tuple(request.end_token_ids),
         images=_images(request.images),
+        may_continue=request.may_continue,
     )
 
 
@@ -347,6 +363,7 @@ def completion(message: sampling_pb2.Completion) -> Completion:
         matched_stop=message.matched_stop,
         top_ids=tuple(tuple(int(i) for i in row) for row in _rows(message, "top_token_ids")),
         top_logprobs=tuple(tuple(row) for row in _rows(message, "top_logprobs")),
+        spans=tuple(VersionSpan(span.start, span.end, span.version) for span in message.version_spans),
     )
 
 

@@ -37,6 +37,8 @@ class SampleSpec:
     max_tokens_given: bool
     n: int = 1
     images: Images = ()
+    may_continue: bool = False
+    """Whether it may go on under another version of its policy."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,8 @@
 Beside the base (adapter serving) many versions live at once; the least recently used one that no request uses
 makes room. Merged into the base, one is resident: a request for another waits until those running are done,
 then the engine swaps. Waiting requests are served in order of arrival, those of the same version together;
-while one waits, newcomers of the resident version queue behind it, so that nobody starves.
+while one waits, newcomers of the resident version queue behind it, so that nobody starves. Where all who run
+allow it, and who asks too, one version of a policy replaces another under those that run.
 """
 
 import asyncio
@@ -37,19 +38,24 @@ class _Waiter:
     """A request that waits for a version to become the merged one."""
 
     ref: ModelRef
+    may_continue: bool
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Residency:
-    """Common face: `use` a version while a request runs, `load` it ahead, `unload` it when idle."""
+    """Common face: `use` a version while a request runs, `load` it ahead, `unload` it when idle.
+
+    `may_continue`: another version of the policy may replace this one meanwhile, and this one those of others
+    that may continue too. Nothing is ever replaced where versions live beside each other.
+    """
 
     @contextlib.asynccontextmanager
-    async def use(self, ref: ModelRef) -> AsyncIterator[str]:
+    async def use(self, ref: ModelRef, *, may_continue: bool = False) -> AsyncIterator[str]:
         """Have `ref` loaded while the block runs; gives its key. Waits where it must."""
         raise NotImplementedError
         yield
 
-    async def load(self, ref: ModelRef) -> float:
+    async def load(self, ref: ModelRef, *, may_continue: bool = False) -> float:
         """Load `ref` ahead of use; seconds spent in the engine, 0 if it was loaded."""
         raise NotImplementedError
 
@@ -87,7 +93,7 @@ class AdapterResidency(Residency):
         self._base_users = 0
 
     @contextlib.asynccontextmanager
-    async def use(self, ref: ModelRef) -> AsyncIterator[str]:
+    async def use(self, ref: ModelRef, *, may_continue: bool = False) -> AsyncIterator[str]:
         if ref.is_base:
             self._base_users += 1
             try:
@@ -105,7 +111,7 @@ class AdapterResidency(Residency):
             async with self._freed:
                 self._freed.notify_all()
 
-    async def load(self, ref: ModelRef) -> float:
+    async def load(self, ref: ModelRef, *, may_continue: bool = False) -> float:
         known = ref.is_base or ref.key in self._entries
         async with self.use(ref):
             task = None if known else self._entries[ref.key].ready
@@ -193,18 +199,20 @@ class MergedResidency(Residency):
         self._load = load
         self._resident: ModelRef | None = BASE
         self._users = 0
+        self._pinned = 0
+        """Users that must end under the version they named."""
         self._queue: list[_Waiter] = []
         self._swapping: asyncio.Task[None] | None = None
         self._last_load_s = 0.0
 
     @contextlib.asynccontextmanager
-    async def use(self, ref: ModelRef) -> AsyncIterator[str]:
+    async def use(self, ref: ModelRef, *, may_continue: bool = False) -> AsyncIterator[str]:
         self._refuse_second_policy(ref)
         waiter: _Waiter | None = None
         if self._resident is None or self._resident.key != ref.key or self._queue or self._swapping:
             # The files are checked, and brought here, while others still run.
             await self._fetch(ref)
-            waiter = _Waiter(ref)
+            waiter = _Waiter(ref, may_continue)
             self._queue.append(waiter)
             self._advance()
             try:
@@ -213,19 +221,19 @@ class MergedResidency(Residency):
                 if waiter in self._queue:
                     self._queue.remove(waiter)
                 elif waiter.turn.done() and not waiter.turn.cancelled() and not waiter.turn.exception():
-                    self._leave()
+                    self._leave(may_continue)
                 raise
         else:
-            self._users += 1
+            self._enter(may_continue)
         try:
             yield ref.key
         finally:
-            self._leave()
+            self._leave(may_continue)
 
-    async def load(self, ref: ModelRef) -> float:
+    async def load(self, ref: ModelRef, *, may_continue: bool = False) -> float:
         if self._resident is not None and self._resident.key == ref.key:
             return 0.0
-        async with self.use(ref):
+        async with self.use(ref, may_continue=may_continue):
             return self._last_load_s
 
     async def unload(self, ref: ModelRef) -> None:
@@ -255,26 +263,38 @@ class MergedResidency(Residency):
                 field="model",
             )
 
-    def _leave(self) -> None:
+    def _enter(self, may_continue: bool) -> None:
+        self._users += 1
+        self._pinned += not may_continue
+
+    def _leave(self, may_continue: bool) -> None:
         self._users -= 1
+        self._pinned -= not may_continue
         self._advance()
 
     def _advance(self) -> None:
         """Let in whoever can be: those of the resident version at the head, else swap once all are out."""
         if self._swapping is not None or not self._queue:
             return
-        head = self._queue[0].ref
-        if self._resident is not None and self._resident.key == head.key:
-            self._admit(head)
-        elif self._users == 0:
-            self._swapping = asyncio.create_task(self._swap(head))
+        head = self._queue[0]
+        if self._resident is not None and self._resident.key == head.ref.key:
+            self._admit(head.ref)
+        elif self._users == 0 or self._may_replace(head):
+            self._swapping = asyncio.create_task(self._swap(head.ref))
+
+    def _may_replace(self, head: _Waiter) -> bool:
+        """Whether those that run go on under what `head` waits for. Spans name versions, so never across
+        policies, nor to the base model.
+        """
+        same = self._resident is not None and self._resident.policy == head.ref.policy != ""
+        return same and head.may_continue and not self._pinned
 
     def _admit(self, ref: ModelRef) -> None:
         going = [waiter for waiter in self._queue if waiter.ref.key == ref.key]
         self._queue = [waiter for waiter in self._queue if waiter.ref.key != ref.key]
         for waiter in going:
             if not waiter.turn.done():
-                self._users += 1
+                self._enter(waiter.may_continue)
                 waiter.turn.set_result(None)
 
     async def _swap(self, ref: ModelRef) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from opentinker_inference.domain.images import Images
+from opentinker_inference.domain.versions import VersionSpan
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
@@ -77,6 +78,8 @@ class SampleJob:
     end_token_ids: tuple[int, ...]
     images: Images = ()
     """Of the prompt."""
+    may_continue: bool = False
+    """Whether other weights of the same policy may replace those it names while it runs."""
 
     def stops_at(self) -> frozenset[int]:
         """Every token id that ends a completion."""
@@ -106,6 +109,8 @@ class Completion:
     matched_stop: str = ""
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_logprobs: tuple[tuple[float, ...], ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    """Of a job that may continue: which version sampled which tokens. Otherwise () for the one it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,8 @@ class EngineInfo:
     pid: int = 0
     images: bool = False
     """Whether prompts may hold images."""
+    continues: bool = False
+    """Whether running jobs can go on under other weights."""
 
 
 def not_finite(weights: str) -> ServiceError:

@@ -143,11 +143,13 @@ class InferenceDomain:
 
     # Versions
 
-    async def load_version(self, ref: ModelRef) -> float:
+    async def load_version(self, ref: ModelRef, *, may_continue: bool = False) -> float:
         """Load ahead of use; seconds spent in the engine."""
         self._check_open()
+        if may_continue:
+            self._check_continues(ref)
         await self._engine.wait_started()
-        return await self.residency.load(ref)
+        return await self.residency.load(ref, may_continue=may_continue)
 
     async def unload_version(self, ref: ModelRef) -> None:
         """Drop a version once nobody uses it. VERSION_NOT_FOUND if it is not loaded."""
@@ -215,9 +217,25 @@ class InferenceDomain:
                 field="model.base_model",
             )
 
+    def _check_continues(self, ref: ModelRef) -> None:
+        """UNSUPPORTED_OPTION unless running requests can go on under other versions of the policy."""
+        info = self.info
+        text = ""
+        if not info.continues:
+            text = f"the {info.engine} engine, serving {info.serving_mode}, does not offer CONTINUE"
+        elif ref.is_base:
+            text = "the base model has no other version under which a request could CONTINUE"
+        if text:
+            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="swap_policy")
+
     def _effective(self, spec: SampleSpec) -> SamplingParams:
         self._check_model(spec.model)
         info = self.info
+        if spec.may_continue:
+            self._check_continues(spec.model)
+            if spec.params.prompt_logprobs:
+                text = "prompt_logprobs are of one version, so they do not go with CONTINUE"
+                raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="swap_policy")
         if not 1 <= spec.n <= MAX_COMPLETIONS:
             raise ServiceError(Reason.INVALID_FIELD, f"n must be in [1, {MAX_COMPLETIONS}]", field="n")
         check_tokens(spec.prompt, info.vocab_size, "prompt")
@@ -254,7 +272,7 @@ class InferenceDomain:
 
     async def _run_once(self, call: SampleCall) -> None:
         await self._engine.wait_started()
-        async with self.residency.use(call.spec.model) as key:
+        async with self.residency.use(call.spec.model, may_continue=call.spec.may_continue) as key:
             if not call.missing:
                 return
             job = SampleJob(
@@ -266,6 +284,7 @@ class InferenceDomain:
                 params=call.params,
                 end_token_ids=self.end_token_ids,
                 images=call.spec.images,
+                may_continue=call.spec.may_continue,
             )
             async for event in self._engine.sample(job):
                 call.add(event)

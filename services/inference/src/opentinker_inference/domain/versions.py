@@ -35,6 +35,25 @@ BASE = ModelRef()
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Version of a policy that sampled the tokens [start, end) of a completion."""
+
+    start: int
+    end: int
+    version: int
+
+
+def policy_of(key: str) -> str:
+    """The policy of an engine's key; "" for the base model."""
+    return key.partition("/versions/")[0]
+
+
+def version_of(key: str) -> int:
+    """The number of an engine's key; 0 for the base model, which has no versions."""
+    return int(key.rpartition("/")[2]) if key else 0
+
+
+@dataclass(frozen=True, slots=True)
 class LocalWeights:
     """Validated weights of a version on this host: an adapter in PEFT layout, or (`full`) every weight of the
     model in Hugging Face layout.

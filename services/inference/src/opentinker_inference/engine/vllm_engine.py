@@ -28,6 +28,7 @@ from opentinker_inference.domain.sampling import (
     not_finite,
 )
 from opentinker_inference.engine.merge import PristineBase
+from opentinker_inference.engine.vllm_spans import label_of, may_run, version_spans
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.models import image_settings
@@ -77,6 +78,7 @@ class VllmEngine:
         self._merged = mode == "merged"
         self._llm = AsyncLLM.from_engine_args(self._engine_args(on_cpu, dtype))
         model_config = self._llm.model_config
+        await self._llm.update_weight_version(label_of(""))
         await self._warm_up()
         log.info("engine started", dtype=dtype, mode=mode, start_s=round(time.monotonic() - started, 2))
         return EngineInfo(
@@ -90,10 +92,11 @@ class VllmEngine:
             sampling_fields=tuple(name for name in FIELDS if name not in _UNSUPPORTED),
             score_temperature=False,
             pid=os.getpid(),
+            continues=self._merged,
         )
 
     async def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
-        lora = self._lora_for(job.weights)
+        lora = None if self._merged and may_run(job, self._resident) else self._lora_for(job.weights)
         started = time.monotonic()
         finished: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -113,7 +116,7 @@ class VllmEngine:
                 cached = max(cached, output.num_cached_tokens or 0)
                 if index == job.indices[0] and job.params.prompt_logprobs:
                     yield PromptScores(_prompt_scores(job.prompt, output))
-                yield _completion(job, index, output.outputs[0])
+                yield _completion(job, index, output.outputs[0], merged=self._merged)
         finally:
             for task in tasks:
                 task.cancel()
@@ -281,7 +284,7 @@ class VllmEngine:
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
             await self._llm.collective_rpc("opentinker_swap", args=(str(self._config.model_dir),))
-            await self._llm.update_weight_version(weights.key or "base")
+            await self._llm.update_weight_version(label_of(weights.key))
             await self._llm.resume_generation()
         except Exception as error:
             # The weights may be half replaced: this engine must not answer again.
@@ -326,7 +329,7 @@ def _sampling_params(job: SampleJob, index: int) -> Any:
     )
 
 
-def _completion(job: SampleJob, index: int, output: Any) -> Completion:
+def _completion(job: SampleJob, index: int, output: Any, *, merged: bool) -> Completion:
     ids = tuple(int(token) for token in output.token_ids)
     by_token = output.logprobs or []
     reason, matched = StopReason.LENGTH, ""
@@ -356,6 +359,7 @@ def _completion(job: SampleJob, index: int, output: Any) -> Completion:
         matched_stop=matched,
         top_ids=tuple(top_ids),
         top_logprobs=tuple(top_logprobs),
+        spans=version_spans(job, output.weight_versions) if merged else (),
     )
 
 
