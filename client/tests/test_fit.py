@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import time
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -303,21 +303,23 @@ def test_run_and_evaluate(policy: ot.Policy) -> None:
 
 def test_b40_a_reward_belongs_to_its_completion(policy: ot.Policy) -> None:
     """Whoever is scored first stays with its own tokens: the earlier an episode, the longer its scoring."""
-    waits = iter(range(11, -1, -1))
+    places = iter(range(11, -1, -1))
+    turn = threading.Condition()
+    finished: list[int] = []
 
     class Slow(ot.Environment):
         max_turns = 1
 
         def reset(self, *, seed: int, task: dict[str, Any]) -> ot.Observation:
-            self.wait = next(waits) * 0.02
+            self.place = next(places)
             return ot.Observation("Say a number.")
 
         def step(self, action: ot.Action) -> ot.StepResult:
-            time.sleep(self.wait)
-            finished.append(self.wait)
+            with turn:
+                turn.wait_for(lambda: len(finished) == self.place, timeout=20)
+                finished.append(self.place)
+                turn.notify_all()
             return ot.StepResult(reward=float(action.text), terminated=True)
-
-    finished: list[float] = []
 
     async def play() -> ot.Batch:
         async for batch in ot.rollouts(policy, Slow, groups=3, group_size=4):

@@ -28,6 +28,7 @@ class World:
         self.trainer = TrainerDouble()
         self.inference = inference
         self._server: grpc.aio.Server | None = None
+        self._replicas: list[grpc.aio.Server] = []
         self._port = 0
         self.cluster: Cluster
 
@@ -46,7 +47,18 @@ class World:
     async def stop(self) -> None:
         """Break every connection."""
         assert self._server is not None
-        await self._server.stop(grace=0)
+        for server in (self._server, *self._replicas):
+            await server.stop(grace=0)
+
+    async def add_replica(self, inference: InferenceDouble, attempt: int = 1) -> grpc.aio.Server:
+        """Serve inference at an address of its own, too, which the scheduler names from now on."""
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add_InferenceServiceServicer_to_server(inference, server)
+        inference.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._replicas.append(server)
+        self.scheduler.replicas[inference.address] = attempt
+        return server
 
     async def connect(self) -> Cluster:
         """A client of these doubles."""

@@ -37,6 +37,7 @@ class InferenceDouble(InferenceServiceServicer):
         self.files = tokenizer if tokenizer is not None else files()
         self.tokenizer = ChatTokenizer(self.files)
         self.speak = speak
+        self.address = ""
         self.requests: list[inference_service_pb2.SampleRequest] = []
         self.acknowledged: list[str] = []
         self.cancelled: list[str] = []

@@ -14,11 +14,13 @@ from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServi
 
 
 class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
-    """`address` is where every slot is served."""
+    """`address` is where every slot is served, but for inference where `replicas` says where."""
 
     def __init__(self) -> None:
         self.address = ""
         self.attempt = 1
+        self.replicas: dict[str, int] = {}
+        """Attempts of the inference servers, by address."""
         self.jobs: dict[str, job_pb2.Job] = {}
         self.renewals = 0
         self.starting = 0
@@ -52,6 +54,10 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
             return scheduler_service_pb2.RenewJobLeaseResponse(job=waiting)
         response = scheduler_service_pb2.RenewJobLeaseResponse(job=job, job_token="token")
         for index, slot in enumerate(job.slots):
+            if slot.role == job_pb2.SLOT_ROLE_INFERENCE and self.replicas:
+                for address, attempt in self.replicas.items():
+                    response.endpoints.add(role=slot.role, address=address, attempt=attempt, slot_index=index)
+                continue
             response.endpoints.add(
                 role=slot.role, address=self.address, attempt=self.attempt, slot_index=index
             )

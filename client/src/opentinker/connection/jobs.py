@@ -2,13 +2,15 @@
 
 A `Link` is the way to one slot of the job at one moment. Calls go through `Job.through`, which waits while
 the job has no server, sends the same request again where that is safe, and gives up when the job has ended.
+Inference slots may be replicas: a request that one of them did not answer goes to another at once, while the
+job looks for the successor of the one that failed.
 """
 
 import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -16,7 +18,11 @@ from typing import TypeVar
 import grpc.aio
 
 from opentinker import errors
-from opentinker.connection.calls import PAUSE_S, ControlPlane, stream
+from opentinker.connection.calls import PAUSE_S, ControlPlane, answer, stream
+from opentinker.connection.replicas import Replicas
+from opentinker.connection.together import together
+from opentinkerapi.inference.v1 import inference_service_pb2
+from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.status import decode
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
@@ -30,6 +36,12 @@ RENEW_EVERY_S = 30.0
 
 PATIENCE_S = 600.0
 """How long calls to a slot may fail in a row before they are given up, though the job has not ended."""
+
+SEEK_S, SEEK_AT_MOST_S = 1.0, 10.0
+"""How long after each other a job is asked for the successor of a replica, first and at most."""
+
+PROBE_S = 2.0
+"""How long a replica that failed has to answer, before it is used again."""
 
 FINAL = (job_pb2.JOB_STATE_SUCCEEDED, job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_CANCELLED)
 
@@ -72,7 +84,8 @@ class Job:
         """What its slots do."""
         self._watcher = watcher
         self._said = ""
-        self._links: dict[Role, Link] = {}
+        self._replicas: dict[Role, Replicas[Link]] = {}
+        self._seeking: dict[Role, asyncio.Task[None]] = {}
         self._epoch = 0
         self._resolving = asyncio.Lock()
         self._trouble_since: float | None = None
@@ -80,7 +93,8 @@ class Job:
         self.on_end: list[Callable[[errors.OpenTinkerError], None]] = []
         """Called once when the job turns out to have ended."""
         self._renewals = asyncio.create_task(self._renew_for_ever())
-        self._channels: list[grpc.aio.Channel] = []
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        """By address and job token."""
 
     @classmethod
     async def create(
@@ -94,30 +108,39 @@ class Job:
 
     async def link(self, role: Role) -> Link:
         """The way to a slot, waiting until the job runs. JobEnded (or the cause) if it has ended."""
-        if self._end_error is not None:
-            raise self._end_error
-        if role not in self._links:
-            async with self._resolving:
-                if role not in self._links:
-                    await self._resolve()
-        if role not in self._links:
-            raise errors.FailedPrecondition(
-                f"{self.name} has no {role.name.lower()} slot", reason=errors.Reason.INVALID_STATE
-            )
-        return self._links[role]
+        return (await self._of(role)).pick()
+
+    async def links(self, role: Role) -> list[Link]:
+        """The ways to all replicas of a slot that answer."""
+        return (await self._of(role)).links
+
+    @contextlib.asynccontextmanager
+    async def routed(self, role: Role, conversation: str = "", weight: int = 1) -> AsyncIterator[Link]:
+        """The replica for a request of `weight` completions, which counts as its load while the block runs.
+
+        All requests of a conversation get the same one, as long as it answers.
+        """
+        replicas = await self._of(role)
+        link = replicas.pick(conversation)
+        with replicas.using(link, weight):
+            yield link
 
     async def any_link(self) -> Link:
         """The way to whichever slot the job has."""
         async with self._resolving:
-            if not self._links:
+            if not self._replicas:
                 await self._resolve()
-        return next(iter(self._links.values()))
+        return next(iter(self._replicas.values())).pick()
 
     async def recover(self, failed: Link, error: errors.OpenTinkerError) -> None:
         """After a call on `failed` did not get through: look where the slot is now.
 
-        Calls that failed together look once. Raises `error` when this has gone on for too long.
+        At once where another replica is left. Calls that failed together look once. Raises `error` when this
+        has gone on for too long.
         """
+        if self._replicas[failed.role].lost(failed):
+            self._seek(failed.role)
+            return
         async with self._resolving:
             if self._epoch > failed.epoch:
                 return
@@ -133,21 +156,34 @@ class Job:
         away.
         """
         while True:
-            link = await self.link(role)
-            try:
-                result = await call(link)
-            except (errors.Unavailable, errors.StaleAttempt, errors.Cancelled) as error:
-                # Cancelled by the other side: a server that is stopped answers what it was doing so.
-                await self.recover(link, error)
-            except errors.Overloaded as error:
-                await asyncio.sleep(error.retry_after_s or PAUSE_S)
-            else:
-                self.answered()
-                return result
+            async with self.routed(role) as link:
+                try:
+                    result = await call(link)
+                except (errors.Unavailable, errors.StaleAttempt, errors.Cancelled) as error:
+                    # Cancelled by the other side: a server that is stopped answers what it was doing so.
+                    failure = error
+                except errors.Overloaded as error:
+                    await asyncio.sleep(error.retry_after_s or PAUSE_S)
+                    continue
+                else:
+                    self.answered(link)
+                    return result
+            await self.recover(link, failure)
 
-    def answered(self) -> None:
+    async def everywhere(self, role: Role, call: Callable[[Link], Awaitable[T]]) -> list[T]:
+        """Make such a call on every replica; the answers of those that are there, at least one."""
+        links = await self.links(role)
+        if len(links) == 1:
+            return [await self.through(role, call)]
+        answers = await together(self._once(link, call) for link in links)
+        given = [each[0] for each in answers if each]
+        return given or [await self.through(role, call)]
+
+    def answered(self, link: Link | None = None) -> None:
         """Note that a slot answered: what failed before is over."""
         self._trouble_since = None
+        if link is not None:
+            self._replicas[link.role].answered(link)
 
     async def finish(self, *, failed: bool = False, message: str = "") -> None:
         """End the job with an outcome. Ending it twice is no error."""
@@ -164,11 +200,69 @@ class Job:
 
     async def close(self) -> None:
         """Stop renewing and close the channels; the job itself goes on until its lease ends."""
-        self._renewals.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._renewals
-        for channel in self._channels:
+        for task in (self._renewals, *self._seeking.values()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for channel in self._channels.values():
             await channel.close()
+
+    async def _of(self, role: Role) -> Replicas[Link]:
+        """The replicas of a slot, at least one, waiting until the job runs."""
+        if self._end_error is not None:
+            raise self._end_error
+        if role not in self._replicas:
+            async with self._resolving:
+                if role not in self._replicas:
+                    await self._resolve()
+        if role not in self._replicas:
+            raise errors.FailedPrecondition(
+                f"{self.name} has no {role.name.lower()} slot", reason=errors.Reason.INVALID_STATE
+            )
+        return self._replicas[role]
+
+    async def _once(self, link: Link, call: Callable[[Link], Awaitable[T]]) -> tuple[T] | None:
+        """One call on one replica; None where it is not there, which `_seek` sees to."""
+        while True:
+            try:
+                result = await call(link)
+            except (errors.Unavailable, errors.StaleAttempt, errors.Cancelled):
+                self._replicas[link.role].lost(link)
+                self._seek(link.role)
+                return None
+            except errors.Overloaded as error:
+                await asyncio.sleep(error.retry_after_s or PAUSE_S)
+            else:
+                self.answered(link)
+                return (result,)
+
+    def _seek(self, role: Role) -> None:
+        """Look for a lost replica or its successor, in the background, once at a time."""
+        if role not in self._seeking:
+            task = self._seeking[role] = asyncio.create_task(self._seek_until_whole(role))
+            task.add_done_callback(lambda _: self._seeking.pop(role, None))
+
+    async def _seek_until_whole(self, role: Role) -> None:
+        pause, whole = SEEK_S, False
+        while not whole and self._end_error is None:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, SEEK_AT_MOST_S)
+            with contextlib.suppress(errors.OpenTinkerError):
+                lease = await self._renew()
+                # While the job has no endpoints, its calls fail and wait by themselves.
+                if lease.job.state == job_pb2.JOB_STATE_RUNNING and lease.endpoints:
+                    self._adopt(lease)
+                replicas = self._replicas[role]
+                await together(self._probe(link) for link in replicas.suspects)
+                wanted = sum(slot.count for slot in lease.job.slots if Role(slot.role) is role)
+                whole = len(replicas) >= wanted and not replicas.suspects
+
+    async def _probe(self, link: Link) -> None:
+        """Use a replica again that answers again."""
+        request = inference_service_pb2.GetCapabilitiesRequest()
+        with contextlib.suppress(errors.OpenTinkerError):
+            await answer(InferenceServiceStub(link.channel).GetCapabilities(request, timeout=PROBE_S))
+            self._replicas[link.role].answered(link)
 
     async def _end(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> None:
         try:
@@ -250,21 +344,20 @@ class Job:
 
     def _adopt(self, lease: scheduler_service_pb2.RenewJobLeaseResponse) -> None:
         self._epoch += 1
+        found: dict[Role, list[Link]] = {}
         for endpoint in lease.endpoints:
             role = Role(endpoint.role)
-            known = self._links.get(role)
-            same = known is not None and (known.address, known.job_token) == (
-                endpoint.address,
-                lease.job_token,
+            name = (endpoint.address, lease.job_token)
+            if name not in self._channels:
+                self._channels[name] = open_channel(
+                    endpoint.address, key=self._control.key, job_token=lease.job_token
+                )
+            link = Link(
+                role, endpoint.address, endpoint.attempt, lease.job_token, self._channels[name], self._epoch
             )
-            if known is not None and same:
-                channel = known.channel
-            else:
-                channel = open_channel(endpoint.address, key=self._control.key, job_token=lease.job_token)
-                self._channels.append(channel)
-            self._links[role] = Link(
-                role, endpoint.address, endpoint.attempt, lease.job_token, channel, self._epoch
-            )
+            found.setdefault(role, []).append(link)
+        for role, links in found.items():
+            self._replicas.setdefault(role, Replicas()).adopt(links)
 
     def _tell(self, job: job_pb2.Job) -> None:
         if self._watcher is None:

@@ -1,7 +1,9 @@
 """A job that is made when it is first needed: what serves a policy whose own job only trains."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
 from opentinker import errors
@@ -13,13 +15,19 @@ T = TypeVar("T")
 class Slots(Protocol):
     """The way to the slots of a job; `Job` has it."""
 
-    async def link(self, role: Role) -> Link: ...
+    async def links(self, role: Role) -> list[Link]: ...
+
+    def routed(
+        self, role: Role, conversation: str = "", weight: int = 1
+    ) -> AbstractAsyncContextManager[Link]: ...
 
     async def recover(self, failed: Link, error: errors.OpenTinkerError) -> None: ...
 
     async def through(self, role: Role, call: Callable[[Link], Awaitable[T]]) -> T: ...
 
-    def answered(self) -> None: ...
+    async def everywhere(self, role: Role, call: Callable[[Link], Awaitable[T]]) -> list[T]: ...
+
+    def answered(self, link: Link | None = None) -> None: ...
 
 
 class OnDemand:
@@ -30,9 +38,15 @@ class OnDemand:
         self._making = asyncio.Lock()
         self._made: Job | None = None
 
-    async def link(self, role: Role) -> Link:
-        """As `Job.link`."""
-        return await (await self._job()).link(role)
+    async def links(self, role: Role) -> list[Link]:
+        """As `Job.links`."""
+        return await (await self._job()).links(role)
+
+    @contextlib.asynccontextmanager
+    async def routed(self, role: Role, conversation: str = "", weight: int = 1) -> AsyncIterator[Link]:
+        """As `Job.routed`."""
+        async with (await self._job()).routed(role, conversation, weight) as link:
+            yield link
 
     async def recover(self, failed: Link, error: errors.OpenTinkerError) -> None:
         """As `Job.recover`."""
@@ -42,10 +56,14 @@ class OnDemand:
         """As `Job.through`."""
         return await (await self._job()).through(role, call)
 
-    def answered(self) -> None:
+    async def everywhere(self, role: Role, call: Callable[[Link], Awaitable[T]]) -> list[T]:
+        """As `Job.everywhere`."""
+        return await (await self._job()).everywhere(role, call)
+
+    def answered(self, link: Link | None = None) -> None:
         """As `Job.answered`."""
         if self._made is not None:
-            self._made.answered()
+            self._made.answered(link)
 
     async def _job(self) -> Job:
         async with self._making:

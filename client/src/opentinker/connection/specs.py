@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from opentinker.errors import unsupported
 from opentinker.training.tuning import Full, ServerOptions, Tuning
 from opentinkerapi.scheduler.v1 import job_pb2
 
@@ -19,6 +20,10 @@ def policy_jobs(
 ) -> tuple[job_pb2.Job, job_pb2.Job | None]:
     """The job that a policy lives in; and, without `serve`, the one to be made once it is sampled."""
     full = isinstance(tuning, Full)
+    if trainer is not None and trainer.replicas != 1:
+        raise unsupported(
+            "trainer.replicas", "replicas are inference servers; a trainer is spread over ranks=n processes"
+        )
     trains = job_pb2.SlotSpec(
         role=job_pb2.SLOT_ROLE_TRAINER,
         base_model=model,
@@ -31,7 +36,10 @@ def policy_jobs(
         # The scheduler sees this by itself where the job trains too, not where it only serves.
         serving = replace(serving, serving_mode="merged")
     serves = job_pb2.SlotSpec(
-        role=job_pb2.SLOT_ROLE_INFERENCE, base_model=model, count=1, options=serving.to_wire()
+        role=job_pb2.SLOT_ROLE_INFERENCE,
+        base_model=model,
+        count=serving.replicas,
+        options=serving.to_wire(),
     )
     learning = job_pb2.JOB_KIND_FULL_RL if full else job_pb2.JOB_KIND_LORA_RL
     job = job_pb2.Job(

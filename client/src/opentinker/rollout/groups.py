@@ -62,6 +62,7 @@ class GroupPlayer:
         self._meter = meter
         self._id = f"{setting.source.info.name}/{play.ordinal}"
         self._shared: list[asyncio.Future[Completion]] = []
+        self._conversation = f"{setting.scope}/{play.ordinal}"
         self.request_ids: list[str] = []
         """Of every completion asked for, to be acknowledged at the end."""
 
@@ -138,6 +139,8 @@ class GroupPlayer:
         self, prompt: Sequence[int], room: int, *, member: int, turn: int, n: int
     ) -> AsyncGenerator[Completion, None]:
         setting, ordinal = self._setting, self._play.ordinal
+        # Members with the same first prompt stay where it was read.
+        conversation = self._conversation if self._shared else f"{self._conversation}/{member}"
         request_id = identity.request_id(
             "sample", setting.scope, setting.seed, self._play.version, ordinal, member, turn
         )
@@ -150,6 +153,7 @@ class GroupPlayer:
             seed=identity.seed(setting.seed, "sampling", ordinal, turn) + member,
             request_id=request_id,
             meter=self._meter,
+            conversation=conversation,
         )
         self.request_ids.append(request_id)
         async with contextlib.aclosing(completions):

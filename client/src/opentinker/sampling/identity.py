@@ -5,6 +5,11 @@ same seed, so that unfinished work comes out the same.
 """
 
 import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opentinker.environments.content import Message
 
 _MARK = "\x1f"
 
@@ -26,3 +31,9 @@ def seed(*parts: object) -> int:
 def request_id(kind: str, *parts: object) -> str:
     """An idempotency key."""
     return f"{kind}-{digest('request', kind, *parts).hex()[:32]}"
+
+
+def conversation(messages: Sequence["Message"]) -> str:
+    """Name of a chat by how it begins: up to its user's first message, which every later turn repeats."""
+    first = next((index for index, message in enumerate(messages) if message.role == "user"), 0)
+    return request_id("chat", *map(repr, messages[: first + 1]))

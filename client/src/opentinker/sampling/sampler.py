@@ -1,7 +1,9 @@
 """Asks the inference service for completions, and for scores of given tokens.
 
-A Sample that breaks off is sent again under the same request id: completions that had arrived are not asked
-for twice, those that had finished are kept by the server, the rest are drawn again from the same seeds.
+A Sample that breaks off is sent again under the same request id: completions that had arrived are not given
+twice, those that had finished are kept by the server, the rest are drawn again from the same seeds. Where its
+server died and there are replicas, it goes to another at once; under a request that takes servers along one
+after the other, no more than MAX_CRASHES die.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ from opentinkerapi.runtime.tensors import unpack_floats
 ACK_BATCH = 512
 
 MAX_CRASHES = 3
-"""How often an engine may die under one request before the request is to blame."""
+"""How often an engine or its server may die under one request before the request is to blame."""
 
 
 class CompletionSource(Protocol):
@@ -43,8 +45,12 @@ class CompletionSource(Protocol):
         seed: int | None,
         request_id: str,
         meter: EngineMeter | None = None,
+        conversation: str = "",
     ) -> AsyncGenerator[Completion, None]:
-        """Yield n completions as they finish, each index once. Completion i is drawn from seed + i."""
+        """Yield n completions as they finish, each index once. Completion i is drawn from seed + i.
+
+        Requests of the same `conversation` go to the server that has its prefix.
+        """
         ...
 
 
@@ -67,6 +73,7 @@ class Sampler:
         seed: int | None,
         request_id: str,
         meter: EngineMeter | None = None,
+        conversation: str = "",
     ) -> AsyncGenerator[Completion, None]:
         """Yield n completions as they finish, each index once. Completion i is drawn from seed + i.
 
@@ -76,39 +83,45 @@ class Sampler:
         crashes = 0
         prompt = _prompt(prompt_ids)
         await upload_large(prompt.chunks, self._uploads)
+        link: Link | None = None
         try:
             while len(arrived) < n:
-                link = await self._job.link(Role.INFERENCE)
-                request = self._request(link, prompt, version, params, n, seed, request_id)
-                call = InferenceServiceStub(link.channel).Sample(request)
-                try:
-                    async for response in stream(call):
-                        if response.HasField("engine_time") and meter is not None:
-                            meter.add(response.engine_time.ToTimedelta().total_seconds())
-                        if response.WhichOneof("event") != "completion":
-                            continue
-                        completion = Completion.of_wire(response.completion)
-                        if completion.index not in arrived:
-                            arrived.add(completion.index)
-                            yield completion
-                    if len(arrived) < n:
-                        raise errors.Unavailable(
-                            f"a Sample ended after {len(arrived)} of {n} completions",
-                            reason=errors.Reason.CONNECTION_LOST,
-                        )
-                except (errors.Unavailable, errors.StaleAttempt) as error:
-                    crashes += error.reason == errors.Reason.ENGINE_CRASHED
+                failure: errors.OpenTinkerError | None = None
+                begun = False
+                async with self._job.routed(Role.INFERENCE, conversation, n - len(arrived)) as link:
+                    request = self._request(link, prompt, version, params, n, seed, request_id)
+                    call = InferenceServiceStub(link.channel).Sample(request)
+                    try:
+                        async for response in stream(call):
+                            begun = True
+                            if response.HasField("engine_time") and meter is not None:
+                                meter.add(response.engine_time.ToTimedelta().total_seconds())
+                            if response.WhichOneof("event") != "completion":
+                                continue
+                            completion = Completion.of_wire(response.completion)
+                            if completion.index not in arrived:
+                                arrived.add(completion.index)
+                                yield completion
+                        if len(arrived) < n:
+                            raise errors.Unavailable(
+                                f"a Sample ended after {len(arrived)} of {n} completions",
+                                reason=errors.Reason.CONNECTION_LOST,
+                            )
+                    except (errors.Unavailable, errors.StaleAttempt) as error:
+                        failure = error
+                    except errors.Overloaded as error:
+                        await asyncio.sleep(error.retry_after_s or PAUSE_S)
+                    finally:
+                        call.cancel()
+                if failure is not None:
+                    crashes += _died(failure, begun)
                     if crashes > MAX_CRASHES:
-                        raise
-                    await self._job.recover(link, error)
-                except errors.Overloaded as error:
-                    await asyncio.sleep(error.retry_after_s or PAUSE_S)
-                finally:
-                    call.cancel()
-            self._job.answered()
+                        raise failure
+                    await self._job.recover(link, failure)
+            self._job.answered(link)
         finally:
-            if len(arrived) < n:
-                self._background(self._cancel(request_id))
+            if len(arrived) < n and link is not None:
+                self._background(self._cancel(link, request_id))
 
     def acknowledge(self, request_ids: Sequence[str]) -> None:
         """Let the server drop completions that have been received; in the background, a hint only."""
@@ -116,7 +129,7 @@ class Sampler:
             self._background(self._acknowledge(list(request_ids[start : start + ACK_BATCH])))
 
     async def load(self, version: int) -> float:
-        """Load a version before it is sampled; returns the seconds spent in the engine."""
+        """Load a version before it is sampled, on every replica; returns the seconds spent in an engine."""
 
         async def call(link: Link) -> inference_service_pb2.LoadPolicyVersionResponse:
             request = inference_service_pb2.LoadPolicyVersionRequest(
@@ -124,8 +137,8 @@ class Sampler:
             )
             return await answer(InferenceServiceStub(link.channel).LoadPolicyVersion(request))
 
-        response = await self._job.through(Role.INFERENCE, call)
-        return response.load_time.ToTimedelta().total_seconds()
+        responses = await self._job.everywhere(Role.INFERENCE, call)
+        return max(response.load_time.ToTimedelta().total_seconds() for response in responses)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], *, version: int, temperature: float
@@ -192,19 +205,25 @@ class Sampler:
 
     async def _acknowledge(self, request_ids: list[str]) -> None:
         with contextlib.suppress(errors.OpenTinkerError):
-            link = await self._job.link(Role.INFERENCE)
-            request = inference_service_pb2.AckCompletionsRequest(
-                request_ids=request_ids, job_token=link.job_token
-            )
-            await answer(InferenceServiceStub(link.channel).AckCompletions(request, timeout=5))
+            # To every replica: a request may have been at two of them; ids that are not held are no fault.
+            for link in await self._job.links(Role.INFERENCE):
+                request = inference_service_pb2.AckCompletionsRequest(
+                    request_ids=request_ids, job_token=link.job_token
+                )
+                await answer(InferenceServiceStub(link.channel).AckCompletions(request, timeout=5))
 
-    async def _cancel(self, request_id: str) -> None:
+    async def _cancel(self, link: Link, request_id: str) -> None:
         with contextlib.suppress(errors.OpenTinkerError):
-            link = await self._job.link(Role.INFERENCE)
             request = inference_service_pb2.CancelSampleRequest(
                 request_id=request_id, job_token=link.job_token
             )
             await answer(InferenceServiceStub(link.channel).CancelSample(request, timeout=5))
+
+
+def _died(error: errors.OpenTinkerError, begun: bool) -> bool:
+    """Whether a request that failed so may have been the end of an engine, or of its server."""
+    lost = begun and error.reason == errors.Reason.CONNECTION_LOST
+    return lost or error.reason == errors.Reason.ENGINE_CRASHED
 
 
 def _prompt(ids: Sequence[int]) -> prompt_pb2.Prompt:

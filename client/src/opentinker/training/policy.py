@@ -25,6 +25,7 @@ from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.tokenizers import fetch_tokenizer
 from opentinker.environments.content import Message
 from opentinker.rollout.renderer import Renderer
+from opentinker.sampling import identity
 from opentinker.sampling.params import Completion, SamplingParams
 from opentinker.sampling.sampler import Sampler
 from opentinker.training import custom, requests, results
@@ -279,11 +280,15 @@ class Policy:
         n: int = 1,
         seed: int | None = None,
         version: int | None = None,
+        conversation: str = "",
     ) -> Pending[list[Completion]]:
-        """n completions of a prompt, by index; completion i is drawn from seed + i."""
+        """n completions of a prompt, by index; completion i is drawn from seed + i.
+
+        `conversation`: any name; where the policy has replicas, requests of one name go to the same server.
+        """
         if n < 1:
             raise errors.invalid("n", f"must be at least 1, not {n}")
-        stream = self.stream(prompt_ids, params, n=n, seed=seed, version=version)
+        stream = self.stream(prompt_ids, params, n=n, seed=seed, version=version, conversation=conversation)
 
         async def collect() -> list[Completion]:
             return sorted([completion async for completion in stream], key=lambda each: each.index)
@@ -298,6 +303,7 @@ class Policy:
         n: int = 1,
         seed: int | None = None,
         version: int | None = None,
+        conversation: str = "",
     ) -> AsyncGenerator[Completion, None]:
         """The completions as they finish. On the client's own loop only; `sample` works everywhere."""
         return self.sampler.sample(
@@ -307,6 +313,7 @@ class Policy:
             n=n,
             seed=seed,
             request_id=f"sample-{uuid.uuid4().hex}",
+            conversation=conversation,
         )
 
     def chat(
@@ -322,8 +329,11 @@ class Policy:
 
         async def reply() -> str:
             renderer = Renderer(await self.tokenizer())
-            prompt = renderer.first([Message.of(message) for message in spoken])
-            completions = await self.sample(prompt, params, seed=seed, version=version)
+            said = [Message.of(message) for message in spoken]
+            prompt = renderer.first(said)
+            completions = await self.sample(
+                prompt, params, seed=seed, version=version, conversation=identity.conversation(said)
+            )
             return completions[0].text
 
         return Pending.of(self.portal, reply())

@@ -115,6 +115,14 @@ class ServerOptions:
     """Not shared with other jobs."""
     ranks: int | None = None
     """Trainer: processes that a policy is spread over."""
+    replicas: int = 1
+    """Inference: servers that sample for the policy, each with the model. Requests go where there is room,
+    the turns of an episode to one of them, and those of one that dies to the others.
+    """
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise invalid("replicas", f"must be at least 1, not {self.replicas}")
 
     def to_wire(self) -> job_pb2.ServerOptions:
         """As a message."""
