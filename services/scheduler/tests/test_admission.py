@@ -54,7 +54,8 @@ def test_all_weights_take_servers_of_their_own() -> None:
     )
 
 
-def test_detach_is_refused_by_name() -> None:
+def test_only_inference_goes_on_without_a_client() -> None:
+    check_job(JobKind.INFERENCE, [INFERENCE], OnClientLoss.DETACH, 60.0, {})
     error = refusal(TRAINER, loss=OnClientLoss.DETACH)
     assert (error.reason, error.field) == (Reason.UNSUPPORTED_OPTION, "job.on_client_loss")
 

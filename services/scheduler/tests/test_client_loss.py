@@ -35,6 +35,18 @@ async def test_a_job_that_nobody_renews(start_rig: Any, clock: ManualClock, wish
     assert "no client renewed its lease for 60 s" in lost.state_reason
 
 
+async def test_a_detached_job_needs_no_client(start_rig: Any, clock: ManualClock, make_slot: Any) -> None:
+    rig = await start_rig({"clock": clock}, launcher="static")
+    job = await rig.create_job(
+        make_slot(job_pb2.SLOT_ROLE_INFERENCE),
+        kind=job_pb2.JOB_KIND_INFERENCE,
+        on_client_loss=job_pb2.ON_CLIENT_LOSS_DETACH,
+        lease_ttl=Duration(seconds=10),
+    )
+    await advance(rig, clock, 100)
+    assert (await rig.job(job.name)).state == job_pb2.JOB_STATE_QUEUED
+
+
 async def test_a_job_with_a_lease_of_its_own_length(start_rig: Any, clock: ManualClock) -> None:
     rig = await start_rig({"clock": clock}, launcher="static")
     job = await rig.create_job(lease_ttl=Duration(seconds=30))

@@ -25,14 +25,17 @@ from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.blobs import Blobs, blob_key
 from opentinker_scheduler.application.catalog import Catalog
 from opentinker_scheduler.application.cluster import Cluster
+from opentinker_scheduler.application.deployments import Deployments
 from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Registry
+from opentinker_scheduler.application.resolution import Resolution
 from opentinker_scheduler.application.retention import Retention
 from opentinker_scheduler.application.runs import Runs
 from opentinker_scheduler.application.sessions import Sessions
+from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.watch import JobWatchers
@@ -236,6 +239,7 @@ class Scheduler:
             self._models,
             version=importlib.metadata.version("opentinker-scheduler"),
             env_host_address=settings.env_host_address,
+            gateway_address=settings.gateway_address,
         )
         blobs = Blobs(
             database,
@@ -245,6 +249,9 @@ class Scheduler:
             expires_s=settings.presign_s,
         )
         catalog = Catalog(self._clock, self._retention)
+        targets = Targets(catalog, self._models)
+        deployments = Deployments(database, targets, jobs, self._clock)
+        resolution = Resolution(database, deployments, targets, jobs)
         exports = Exports(database, catalog, self._store, expires_s=settings.presign_s)
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(
             SchedulerServicer(
@@ -264,7 +271,7 @@ class Scheduler:
             ServerRegistryServicer(self._registry, self._leases), server
         )
         catalog_service_pb2_grpc.add_CatalogServiceServicer_to_server(
-            CatalogServicer(database, answers, catalog, exports), server
+            CatalogServicer(database, answers, catalog, exports, deployments, resolution, jobs), server
         )
         run_service_pb2_grpc.add_RunServiceServicer_to_server(
             RunServicer(database, answers, Runs(self._store, self._clock)), server

@@ -18,6 +18,7 @@ from opentinker_scheduler.domain.records import (
     Artifact,
     Blob,
     Checkpoint,
+    Deployment,
     Fact,
     Groups,
     LoopState,
@@ -166,6 +167,27 @@ class CatalogRepository(Protocol):
         ...
 
 
+class DeploymentRepository(Protocol):
+    """Deployments; their ids are unique in a project."""
+
+    def add(self, deployment: Deployment) -> Deployment: ...
+
+    def find(self, project: str, deployment_id: str) -> Deployment | None: ...
+
+    def save(self, deployment: Deployment) -> None:
+        """Write a changed deployment. KeyError if there is none."""
+        ...
+
+    def delete(self, deployment: Deployment) -> None: ...
+
+    def page(self, project: str, before: int | None, size: int) -> Sequence[Deployment]: ...
+
+    def needing(self, model: str) -> str | None:
+        """Name of a deployment that serves a model, or would when it is rolled back; for the name of a
+        policy, any version or checkpoint of it."""
+        ...
+
+
 class RunRepository(Protocol):
     """Runs and what belongs to them."""
 
@@ -247,6 +269,8 @@ class Transaction(Protocol):
     def assignments(self) -> AssignmentRepository: ...
     @property
     def catalog(self) -> CatalogRepository: ...
+    @property
+    def deployments(self) -> DeploymentRepository: ...
     @property
     def runs(self) -> RunRepository: ...
     @property

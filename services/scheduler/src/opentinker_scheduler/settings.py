@@ -54,6 +54,8 @@ class SchedulerSettings(ServerSettings):
     """SQLite file; by default `scheduler.db` below `state_dir`."""
     env_host_address: str = ""
     """`host:port` where hosted environments run; told to clients."""
+    gateway_address: str = ""
+    """`http://host:port` where OpenAI clients are served; told to clients."""
 
     launcher: Literal["process", "static"] = "process"
     """`process`: start servers on this host on demand. `static`: servers register themselves."""

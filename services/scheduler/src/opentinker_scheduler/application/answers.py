@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -37,22 +38,48 @@ class Answers:
         Another body under the same id is REQUEST_ID_REUSED. Fields named in `ignore` may differ between
         tries: they say who sends the request, not what it asks. A refusal is not kept: nothing happened.
         """
-        request_id = _request_id(request)
-        scope = f"{current_principal().project}/{request.DESCRIPTOR.full_name}"
-        digest = _digest(request, ignore)
+        key = _key(request, ignore)
 
         def run(tx: Transaction) -> M:
-            if stored := tx.requests.find(scope, request_id):
-                if stored.digest != digest:
-                    text = f"request_id {request_id!r} was used before with another request"
-                    raise ServiceError(Reason.REQUEST_ID_REUSED, text, field="request_id")
+            if stored := _stored(tx, key):
                 return response_type.FromString(stored.response)
             response = work(tx)
-            answer = StoredAnswer(digest, response.SerializeToString())
-            tx.requests.add(scope, request_id, answer, self._clock.now())
+            answer = StoredAnswer(key.digest, response.SerializeToString())
+            tx.requests.add(key.scope, key.request_id, answer, self._clock.now())
             return response
 
         return await self._database.run(run)
+
+    async def given(self, request: Message, response_type: type[M]) -> M | None:
+        """What a request was answered before: for requests that must be looked into outside a transaction,
+        which may find things changed since then.
+        """
+        key = _key(request, ())
+        stored = await self._database.run(lambda tx: _stored(tx, key))
+        return None if stored is None else response_type.FromString(stored.response)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Under what an answer is kept, and for which body."""
+
+    scope: str
+    request_id: str
+    digest: str
+
+
+def _key(request: Message, ignore: Collection[str]) -> _Key:
+    request_id = _request_id(request)
+    scope = f"{current_principal().project}/{request.DESCRIPTOR.full_name}"
+    return _Key(scope, request_id, _digest(request, ignore))
+
+
+def _stored(tx: Transaction, key: _Key) -> StoredAnswer | None:
+    stored = tx.requests.find(key.scope, key.request_id)
+    if stored is not None and stored.digest != key.digest:
+        text = f"request_id {key.request_id!r} was used before with another request"
+        raise ServiceError(Reason.REQUEST_ID_REUSED, text, field="request_id")
+    return stored
 
 
 def _request_id(request: Message) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.changes import check_attempt, job_of, note_progress
-from opentinker_scheduler.application.retention import Retention
+from opentinker_scheduler.application.retention import Retention, check_undeployed
 from opentinker_scheduler.domain.names import MAX_NAME, SHA256, check_text, require, split, valid_id
 from opentinker_scheduler.domain.records import Checkpoint, Fact, Policy, Version
 from opentinker_scheduler.ports import Transaction
@@ -65,6 +65,7 @@ class Catalog:
                 f"{name} belongs to {job.name}, which is {job.state.upper()}; finish or cancel the job first"
             )
             raise ServiceError(Reason.INVALID_STATE, text, metadata={"job": job.name})
+        check_undeployed(tx, policy.name)
         tx.catalog.delete_policy(policy.id)
 
     def register_version(

@@ -21,6 +21,7 @@ class ClusterInfo:
     trainer_engines: Sequence[str]
     inference_engines: Sequence[str]
     env_host_address: str
+    gateway_address: str
 
 
 class Cluster:
@@ -34,6 +35,7 @@ class Cluster:
         *,
         version: str,
         env_host_address: str,
+        gateway_address: str = "",
     ) -> None:
         self._database = database
         self._offer = offer
@@ -42,6 +44,7 @@ class Cluster:
         """Identity of the cluster, known once its database is open."""
         self._version = version
         self._env_host_address = env_host_address
+        self._gateway_address = gateway_address
 
     async def describe(self) -> ClusterInfo:
         """As it is now."""
@@ -57,6 +60,7 @@ class Cluster:
             trainer_engines=self._engines(Role.TRAINER, servers),
             inference_engines=self._engines(Role.INFERENCE, servers),
             env_host_address=self._env_host_address,
+            gateway_address=self._gateway_address,
         )
 
     def _engines(self, role: Role, servers: Sequence[Server]) -> Sequence[str]:

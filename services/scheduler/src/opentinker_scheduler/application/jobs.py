@@ -146,7 +146,7 @@ class Jobs:
             way_out = "ResumeJob queues it again" if job.state is JobState.PAUSED else "create a new one"
             text = f"{name} is {job.state.upper()}, so it has no lease to renew; {way_out}"
             raise ServiceError(Reason.INVALID_STATE, text, metadata={"state": job.state.upper()})
-        return RenewedLease(job, self._endpoints(tx, job) if job.state is JobState.RUNNING else ())
+        return RenewedLease(job, self.endpoints(tx, job))
 
     def heard(self, job: Job) -> bool:
         """A job's client created, resumed or renewed it: it gets a lease. Whether it was not heard before."""
@@ -161,7 +161,10 @@ class Jobs:
         """The token to send to trainer, inference and env_host."""
         return self._tokens.issue(job_id, attempt)
 
-    def _endpoints(self, tx: Transaction, job: Job) -> tuple[JobEndpoint, ...]:
+    def endpoints(self, tx: Transaction, job: Job) -> tuple[JobEndpoint, ...]:
+        """Where a job's slots are served; none unless it runs."""
+        if job.state is not JobState.RUNNING:
+            return ()
         found: list[JobEndpoint] = []
         for assignment in tx.assignments.of_job(job.id):
             server = tx.servers.find(assignment.server_id)

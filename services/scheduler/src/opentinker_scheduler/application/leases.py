@@ -4,7 +4,7 @@ import structlog
 
 from opentinker_kit.clock import Clock
 from opentinker_scheduler.domain.leases import LeaseTable
-from opentinker_scheduler.domain.model import Job
+from opentinker_scheduler.domain.model import Job, OnClientLoss
 
 log = structlog.get_logger()
 
@@ -44,8 +44,11 @@ class Leases:
         return self.servers.renew(server_id, self.beat())
 
     def grant_job(self, job: Job) -> None:
-        """Give a job's client one TTL."""
-        self.jobs.grant(job.id, job.lease_ttl_s, self.beat())
+        """Give a job's client one TTL. A detached job has no client: nobody need ask for it, ever."""
+        if job.on_client_loss is OnClientLoss.DETACH:
+            self._attended.add(job.id)
+        else:
+            self.jobs.grant(job.id, job.lease_ttl_s, self.beat())
 
     def end_job(self, job_id: str) -> None:
         self.jobs.release(job_id)

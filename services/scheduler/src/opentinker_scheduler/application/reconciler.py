@@ -19,7 +19,7 @@ from opentinker_scheduler.application.sessions import Sessions
 from opentinker_scheduler.application.settle import Ending, Observed, Settled, settle
 from opentinker_scheduler.application.timers import Timers, Timing
 from opentinker_scheduler.domain import jobs as rules
-from opentinker_scheduler.domain.model import Failure, JobState, Server, ServerState
+from opentinker_scheduler.domain.model import Failure, JobState, OnClientLoss, Server, ServerState
 from opentinker_scheduler.domain.planner import Limits
 from opentinker_scheduler.ports import Database, Launcher, LeadershipLost, Started, Transaction
 
@@ -232,7 +232,8 @@ class Reconciler:
     def _pause_all(self, tx: Transaction) -> None:
         now = self._clock.now()
         for job in tx.jobs.live():
-            if job.state is not JobState.PAUSED:
+            # A detached job has nobody who would resume it: it starts again with the cluster.
+            if job.state is not JobState.PAUSED and job.on_client_loss is not OnClientLoss.DETACH:
                 reason = "the cluster was stopped; ResumeJob goes on from the last checkpoint"
                 save_job(tx, job, rules.paused(job, reason), now)
         for server in tx.servers.live():

@@ -2,9 +2,10 @@
 by count, where a trainer asks for it: a run that publishes whole models would fill any disk.
 
 The delay lets who is reading them finish: an export under way, a restore that a trainer runs again. What a
-run's loop state names stays whatever its age, and so does the newest of a policy. By count, a deletion
-happens in the transaction that records the newer checkpoint, so never before that one is complete. Of two
-checkpoints of a policy the one with the larger id is newer: trainers number them by operation.
+run's loop state names stays whatever its age, and so do what a deployment serves or would go back to and the
+newest of a policy. By count, a deletion happens in the transaction that records the newer checkpoint, so
+never before that one is complete. Of two checkpoints of a policy the one with the larger id is newer:
+trainers number them by operation.
 """
 
 from datetime import datetime, timedelta
@@ -27,6 +28,14 @@ _VERSION_GRACE = timedelta(seconds=60)
 """Versions are large and many, and reading one takes seconds."""
 
 
+def check_undeployed(tx: Transaction, model: str) -> None:
+    """INVALID_STATE where a deployment serves a model, or goes back to it when it is rolled back."""
+    deployment = tx.deployments.needing(model)
+    if deployment is not None:
+        text = f"{deployment} serves {model}, or goes back to it; delete or promote the deployment first"
+        raise ServiceError(Reason.INVALID_STATE, text, metadata={"deployment": deployment})
+
+
 class Retention:
     """Lets checkpoints go."""
 
@@ -40,6 +49,7 @@ class Retention:
         if run is not None:
             text = f"{run} goes on from {checkpoint.name}; it can be deleted once the run has a later one"
             raise ServiceError(Reason.INVALID_STATE, text, metadata={"run": run})
+        check_undeployed(tx, checkpoint.name)
         self._drop(tx, checkpoint)
 
     def keep_newest(self, tx: Transaction, policy_id: str, count: int) -> None:
@@ -51,9 +61,10 @@ class Retention:
             self._drop_unless_used(tx, old)
 
     def keep_newest_versions(self, tx: Transaction, policy_id: str, count: int) -> None:
-        """Let go of all but the newest `count` versions of a policy, and version 0."""
+        """Let go of all but the newest `count` versions of a policy, version 0, and what deployments need."""
         for old in tx.catalog.older_versions(policy_id, count, _AT_ONCE):
-            self.discard_version(tx, old)
+            if tx.deployments.needing(old.name) is None:
+                self.discard_version(tx, old)
 
     def discard_version(self, tx: Transaction, version: Version) -> None:
         """Delete a version's objects; its number stays taken."""
@@ -78,7 +89,8 @@ class Retention:
             log.info("deleted", prefix=prefix, objects=len(objects))
 
     def _drop_unless_used(self, tx: Transaction, checkpoint: Checkpoint) -> None:
-        if tx.runs.run_from(checkpoint.name) is None:
+        used = tx.runs.run_from(checkpoint.name) or tx.deployments.needing(checkpoint.name)
+        if used is None:
             self._drop(tx, checkpoint)
 
     def _drop(self, tx: Transaction, checkpoint: Checkpoint) -> None:

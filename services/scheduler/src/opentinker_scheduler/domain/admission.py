@@ -65,8 +65,10 @@ def check_job(
     labels: Mapping[str, str],
 ) -> None:
     """Everything about a job but its models and servers. ServiceError names the field that is wrong."""
-    if on_client_loss is OnClientLoss.DETACH:
-        text = "on_client_loss DETACH is not available yet; available are PAUSE and CANCEL"
+    if on_client_loss is OnClientLoss.DETACH and kind is not JobKind.INFERENCE:
+        text = (
+            f"on_client_loss DETACH is for INFERENCE jobs: a {kind.upper()} job does nothing without a driver"
+        )
         raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="job.on_client_loss")
     if not MIN_LEASE_S <= lease_ttl_s <= MAX_LEASE_S:
         text = f"lease_ttl is {lease_ttl_s:g} s; it must be from {MIN_LEASE_S:g} s to {MAX_LEASE_S:g} s"

@@ -94,7 +94,9 @@ def resumed(job: Job, now: datetime) -> Job:
 
 
 def client_lost(job: Job, now: datetime) -> Job:
-    """Nobody renewed its lease in time."""
+    """Nobody renewed its lease in time. A detached job has none to lose."""
+    if job.on_client_loss is OnClientLoss.DETACH:
+        return job
     reason = f"no client renewed its lease for {job.lease_ttl_s:g} s"
     if job.on_client_loss is OnClientLoss.CANCEL:
         return cancelled(job, reason, now)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from opentinker_scheduler.domain.model import Tuning
+from opentinker_scheduler.domain.model import SlotSpec, Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,39 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return f"policies/{self.policy_id}/checkpoints/{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Weights that can be served: a policy's version or checkpoint, or a base model."""
+
+    model: str
+    """Its name: `policies/P/versions/N`, `policies/P/checkpoints/C` or `models/BASE`."""
+    base_model: str
+    policy: Policy | None = None
+    version: int | None = None
+    """Set for a version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model served under a name of the user's choice, by a job that needs no client."""
+
+    id: str
+    project: str
+    model: str
+    slot: SlotSpec
+    """What its job asks for, everything filled in."""
+    job_id: str
+    create_time: datetime
+    update_time: datetime
+    history: tuple[str, ...] = ()
+    """What it served before, the last first."""
+    seq: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"deployments/{self.id}"
 
 
 class RunState(StrEnum):

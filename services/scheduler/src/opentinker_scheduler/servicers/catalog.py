@@ -1,26 +1,45 @@
-"""CatalogService: policies, versions, checkpoints."""
+"""CatalogService: policies, versions, checkpoints, and what of them is served."""
 
 from typing import Any
 
+from opentinker_kit.auth import current_principal
 from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.catalog import Catalog
+from opentinker_scheduler.application.deployments import Deployments, Seen
 from opentinker_scheduler.application.exports import Exports
+from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.pages import make_token, page_size, read_int
+from opentinker_scheduler.application.resolution import Resolution
 from opentinker_scheduler.domain.names import split
+from opentinker_scheduler.domain.records import Deployment
 from opentinker_scheduler.ports import Database, Transaction
+from opentinker_scheduler.wire import deployments as deployment_wire
 from opentinker_scheduler.wire import records as wire
 from opentinkerapi.catalog.v1 import catalog_service_pb2 as pb
+from opentinkerapi.catalog.v1 import deployment_pb2
 from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceServicer
 
 
 class CatalogServicer(CatalogServiceServicer):
-    """Read by clients, written by trainers."""
+    """What was trained is read by clients and written by trainers; deployments are the clients' own."""
 
-    def __init__(self, database: Database, answers: Answers, catalog: Catalog, exports: Exports) -> None:
+    def __init__(
+        self,
+        database: Database,
+        answers: Answers,
+        catalog: Catalog,
+        exports: Exports,
+        deployments: Deployments,
+        resolution: Resolution,
+        jobs: Jobs,
+    ) -> None:
         self._database = database
         self._answers = answers
         self._catalog = catalog
         self._exports = exports
+        self._deployments = deployments
+        self._resolution = resolution
+        self._jobs = jobs
 
     async def RegisterPolicy(
         self, request: pb.RegisterPolicyRequest, context: Any
@@ -126,3 +145,85 @@ class CatalogServicer(CatalogServiceServicer):
             return pb.DeleteCheckpointResponse()
 
         return await self._answers.once(request, pb.DeleteCheckpointResponse, delete)
+
+    async def CreateDeployment(
+        self, request: pb.CreateDeploymentRequest, context: Any
+    ) -> pb.CreateDeploymentResponse:
+        if given := await self._answers.given(request, pb.CreateDeploymentResponse):
+            return given
+        asked = deployment_wire.read_deployment(request.deployment_id, request.deployment)
+        (target, job), project = await self._deployments.plan(asked), current_principal().project
+
+        def create(tx: Transaction) -> pb.CreateDeploymentResponse:
+            made = self._deployments.create(tx, asked.id, target, job, project)
+            return pb.CreateDeploymentResponse(deployment=self._written(tx, made))
+
+        return await self._answers.once(request, pb.CreateDeploymentResponse, create)
+
+    async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Any) -> pb.GetDeploymentResponse:
+        project = current_principal().project
+        seen = await self._database.run(lambda tx: self._deployments.find(tx, request.name, project))
+        return pb.GetDeploymentResponse(deployment=deployment_wire.write_deployment(seen))
+
+    async def ListDeployments(
+        self, request: pb.ListDeploymentsRequest, context: Any
+    ) -> pb.ListDeploymentsResponse:
+        size, project = page_size(request.page_size), current_principal().project
+        before = read_int("ListDeployments", project, request.page_token)
+
+        def read(tx: Transaction) -> pb.ListDeploymentsResponse:
+            found = tx.deployments.page(project, before, size + 1)
+            more = len(found) > size
+            token = make_token("ListDeployments", project, found[size - 1].seq) if more else ""
+            page = [self._written(tx, deployment) for deployment in found[:size]]
+            return pb.ListDeploymentsResponse(deployments=page, next_page_token=token)
+
+        return await self._database.run(read)
+
+    async def PromoteDeployment(
+        self, request: pb.PromoteDeploymentRequest, context: Any
+    ) -> pb.PromoteDeploymentResponse:
+        if given := await self._answers.given(request, pb.PromoteDeploymentResponse):
+            return given
+        name, project = request.name, current_principal().project
+        target, job = await self._deployments.plan_promotion(name, request.model, project)
+
+        def promote(tx: Transaction) -> pb.PromoteDeploymentResponse:
+            done = self._deployments.promote(tx, name, target, job, project)
+            return pb.PromoteDeploymentResponse(deployment=self._written(tx, done))
+
+        return await self._answers.once(request, pb.PromoteDeploymentResponse, promote)
+
+    async def RollBackDeployment(
+        self, request: pb.RollBackDeploymentRequest, context: Any
+    ) -> pb.RollBackDeploymentResponse:
+        if given := await self._answers.given(request, pb.RollBackDeploymentResponse):
+            return given
+        name, project = request.name, current_principal().project
+        _, job = await self._deployments.plan_promotion(name, "", project)
+
+        def roll_back(tx: Transaction) -> pb.RollBackDeploymentResponse:
+            done = self._deployments.roll_back(tx, name, job, project)
+            return pb.RollBackDeploymentResponse(deployment=self._written(tx, done))
+
+        return await self._answers.once(request, pb.RollBackDeploymentResponse, roll_back)
+
+    async def DeleteDeployment(
+        self, request: pb.DeleteDeploymentRequest, context: Any
+    ) -> pb.DeleteDeploymentResponse:
+        project = current_principal().project
+
+        def delete(tx: Transaction) -> pb.DeleteDeploymentResponse:
+            self._deployments.delete(tx, request.name, project)
+            return pb.DeleteDeploymentResponse()
+
+        return await self._answers.once(request, pb.DeleteDeploymentResponse, delete)
+
+    async def ResolveModel(self, request: pb.ResolveModelRequest, context: Any) -> pb.ResolveModelResponse:
+        resolved = await self._resolution.resolve(request.name, current_principal().project)
+        job = resolved.job
+        token = "" if job is None else self._jobs.token_of(job.id, job.attempt)
+        return deployment_wire.write_resolved(resolved, token)
+
+    def _written(self, tx: Transaction, deployment: Deployment) -> deployment_pb2.Deployment:
+        return deployment_wire.write_deployment(Seen(deployment, tx.jobs.find(deployment.job_id)))

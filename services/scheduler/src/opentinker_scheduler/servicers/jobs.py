@@ -142,6 +142,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             trainer_engines=cluster.trainer_engines,
             inference_engines=cluster.inference_engines,
             env_host_address=cluster.env_host_address,
+            gateway_address=cluster.gateway_address,
         )
 
     async def ListServers(self, request: pb.ListServersRequest, context: Any) -> pb.ListServersResponse:

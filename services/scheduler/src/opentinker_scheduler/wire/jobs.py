@@ -7,6 +7,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from google.rpc.status_pb2 import Status
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application import sessions
@@ -171,27 +172,32 @@ def write_job(job: Job) -> job_pb2.Job:
         project=job.project,
         run=job.run,
     )
-    for spec in job.slots:
-        result.slots.add(
-            role=_ROLE_OUT[spec.role],
-            base_model=spec.base_model,
-            tuning=_TUNING_OUT[spec.tuning],
-            count=spec.count,
-            options=write_options(spec.options, exclusive=spec.exclusive),
-        )
+    result.slots.extend(map(write_slot, job.slots))
     if job.start_time is not None:
         result.start_time.FromDatetime(job.start_time)
     if job.end_time is not None:
         result.end_time.FromDatetime(job.end_time)
     if job.error is not None:
-        result.error.CopyFrom(encode(_status(job.error)))
+        result.error.CopyFrom(write_failure(job.error))
     return result
 
 
-def _status(failure: Failure) -> StatusData:
+def write_slot(spec: SlotSpec) -> job_pb2.SlotSpec:
+    return job_pb2.SlotSpec(
+        role=_ROLE_OUT[spec.role],
+        base_model=spec.base_model,
+        tuning=_TUNING_OUT[spec.tuning],
+        count=spec.count,
+        options=write_options(spec.options, exclusive=spec.exclusive),
+    )
+
+
+def write_failure(failure: Failure) -> Status:
     # A driver's own failure has words but no reason of the catalogue.
     code = CATALOGUE[Reason(failure.reason)].code if failure.reason else grpc.StatusCode.ABORTED
-    return StatusData(code=code, message=failure.message, reason=failure.reason, metadata=failure.metadata)
+    return encode(
+        StatusData(code=code, message=failure.message, reason=failure.reason, metadata=failure.metadata)
+    )
 
 
 def write_endpoint(endpoint: JobEndpoint) -> job_pb2.Endpoint:

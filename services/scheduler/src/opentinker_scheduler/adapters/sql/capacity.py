@@ -168,13 +168,14 @@ def _job(row: Row[Any]) -> Job:
     values["kind"] = JobKind(row.kind)
     values["state"] = JobState(row.state)
     values["on_client_loss"] = OnClientLoss(row.on_client_loss)
-    values["slots"] = tuple(_slot(value) for value in row.slots)
+    values["slots"] = tuple(read_slot(value) for value in row.slots)
     values["error"] = None if row.error is None else Failure(**row.error)
     values["crashes"] = tuple(datetime.fromtimestamp(at, UTC) for at in row.crashes)
     return Job(**values)
 
 
-def _slot(value: Mapping[str, Any]) -> SlotSpec:
+def read_slot(value: Mapping[str, Any]) -> SlotSpec:
+    """A slot as `asdict` wrote it."""
     return SlotSpec(
         role=Role(value["role"]),
         base_model=value["base_model"],

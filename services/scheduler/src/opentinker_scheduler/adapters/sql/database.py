@@ -21,6 +21,7 @@ from sqlalchemy.pool import StaticPool
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.adapters.sql import tables
 from opentinker_scheduler.adapters.sql.capacity import SqlAssignments, SqlJobs, SqlServers
+from opentinker_scheduler.adapters.sql.deployments import SqlDeployments
 from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
 from opentinker_scheduler.adapters.sql.requests import SqlOutbox, SqlRequests
 from opentinker_scheduler.domain.names import new_id
@@ -33,7 +34,7 @@ OnCommit = Callable[[frozenset[str], bool], None]
 """Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0003"
+HEAD = "0004"
 """The newest revision."""
 
 
@@ -58,6 +59,10 @@ class SqlTransaction:
     @cached_property
     def catalog(self) -> SqlCatalog:
         return SqlCatalog(self._connection)
+
+    @cached_property
+    def deployments(self) -> SqlDeployments:
+        return SqlDeployments(self._connection)
 
     @cached_property
     def runs(self) -> SqlRuns:

@@ -232,6 +232,22 @@ garbage = Table(
     Column("due_time", UtcTime, nullable=False),
 )
 
+deployments = Table(
+    "deployments",
+    metadata,
+    _serial(),
+    Column("project", String(63), nullable=False),
+    Column("id", String(63), nullable=False),
+    Column("model", Text, nullable=False),
+    Column("slot", JSON, nullable=False),
+    Column("job_id", String(63), nullable=False),
+    Column("history", JSON, nullable=False),
+    Column("create_time", UtcTime, nullable=False),
+    Column("update_time", UtcTime, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index("one_deployment", deployments.c.project, deployments.c.id, unique=True)
+
 runs = Table(
     "runs",
     metadata,
