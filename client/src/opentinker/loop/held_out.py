@@ -10,6 +10,7 @@ from opentinker.environments.sources import EnvironmentSpec
 from opentinker.loop.evaluation import EvaluationResult, summarize
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.rollouts import Rollouts
+from opentinker.rollout.seats import MAX_EPISODES
 from opentinker.sampling import identity
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.policy import Policy
@@ -31,9 +32,11 @@ async def play_held_out(
     options: Mapping[str, Any] | None = None,
     version: int | None = None,
     scope: str | None = None,
+    concurrency: int = MAX_EPISODES,
+    keep: bool = True,
 ) -> EvaluationResult:
-    """Play tasks at one version. The same seed plays the same tasks with the same sampling seeds. On the
-    client's loop.
+    """Play tasks at one version, `concurrency` episodes at once. The same seed plays the same tasks with the
+    same sampling seeds. Without `keep` the result has no tokens and no text. On the client's loop.
     """
     started = time.monotonic()
     rollouts = Rollouts(
@@ -50,6 +53,8 @@ async def play_held_out(
         shuffle=False,
         version=policy.version if version is None else version,
         scope=scope or uuid.uuid4().hex,
+        concurrency=concurrency,
+        keep=keep,
     )
     try:
         given = None if tasks is None or isinstance(tasks, int) else tasks

@@ -9,6 +9,7 @@ from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import invalid
 from opentinker.loop.evaluation import EvaluationResult
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.seats import MAX_EPISODES
 from opentinker.rollout.trajectory import Trajectory
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.policy import Policy
@@ -39,7 +40,7 @@ def run_async(
     """Play episodes with a policy: the tasks of the split "test" where there is one, otherwise drawn from
     `seed`.
 
-    Options: sampling, limits, seed, env_options, split, version.
+    Options: sampling, limits, seed, env_options, split, version, concurrency, keep.
     """
     return policy.portal.bridge(_run(policy, env, episodes, options))
 
@@ -53,7 +54,9 @@ def evaluate_async(policy: Policy, env: EnvironmentSpec, **options: Any) -> Awai
     """Measure a policy on held-out tasks at one pinned version.
 
     Options: samples (episodes of each task), tasks (a list, or how many), split, sampling, limits, seed,
-    env_options, version.
+    env_options, version; concurrency (how many episodes are played at once, 256 unless told otherwise);
+    keep=False (the result has rewards, ends and numbers of the episodes, and no tokens and no text: for more
+    episodes than fit into memory).
     """
     return policy.portal.bridge(_evaluate(policy, env, **options))
 
@@ -80,6 +83,8 @@ async def _evaluate(
     seed: int = 0,
     env_options: Mapping[str, Any] | None = None,
     version: int | None = None,
+    concurrency: int = MAX_EPISODES,
+    keep: bool = True,
 ) -> EvaluationResult:
     # Loaded when something is played: who imports the package does not wait for it.
     from opentinker.loop.held_out import play_held_out
@@ -95,4 +100,6 @@ async def _evaluate(
         seed=seed,
         options=env_options,
         version=version,
+        concurrency=concurrency,
+        keep=keep,
     )

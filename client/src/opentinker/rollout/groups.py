@@ -8,9 +8,10 @@ requests were grouped and however often they had to be sent.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from opentinker import errors
 from opentinker.connection.together import together
@@ -19,7 +20,7 @@ from opentinker.environments.sources import EnvironmentSource
 from opentinker.rollout.agent_loop import AgentLoop
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
-from opentinker.rollout.trajectory import Group
+from opentinker.rollout.trajectory import Group, Trajectory
 from opentinker.sampling import identity
 from opentinker.sampling.meter import EngineMeter
 from opentinker.sampling.params import Completion, SamplingParams
@@ -56,8 +57,12 @@ class Play:
 class GroupPlayer:
     """Plays one group."""
 
-    def __init__(self, setting: Setting, play: Play, meter: EngineMeter) -> None:
+    def __init__(
+        self, setting: Setting, play: Play, meter: EngineMeter, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_end` is called once for each member, when its episode is over or will never be played."""
         self._setting = setting
+        self._on_end = on_end
         self._play = play
         self._meter = meter
         self._id = f"{setting.source.info.name}/{play.ordinal}"
@@ -68,6 +73,23 @@ class GroupPlayer:
 
     async def play(self) -> Group:
         """All members, in order. Raises what is a fault of the caller, never what befell an episode."""
+        left = self._setting.group_size
+
+        async def to_the_end(loop: AgentLoop) -> Trajectory:
+            nonlocal left
+            try:
+                return await loop.play()
+            finally:
+                left -= 1
+                self._on_end()
+
+        try:
+            return await self._play_all(to_the_end)
+        finally:
+            for _ in range(left):
+                self._on_end()
+
+    async def _play_all(self, to_the_end: Callable[[AgentLoop], Coroutine[Any, Any, Trajectory]]) -> Group:
         setting, play = self._setting, self._play
         env_seed = identity.seed(setting.seed, "environment", play.ordinal)
         sessions = await setting.source.open_group(task=play.task, seed=env_seed, size=setting.group_size)
@@ -89,7 +111,7 @@ class GroupPlayer:
         try:
             prompts = await together(loop.begin() for loop in loops)
             async with self._first_turn(prompts, loops[0].room()):
-                trajectories = await together(loop.play() for loop in loops)
+                trajectories = await together(to_the_end(loop) for loop in loops)
         except BaseException:
             # Those that had not begun to play hold their episodes still.
             await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)

@@ -9,18 +9,18 @@ their ordinals; a static data set is shuffled anew each epoch, as a pure functio
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from opentinker import errors
-from opentinker.connection.together import together
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSource, EnvironmentSpec, environment_source
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
+from opentinker.rollout.seats import MAX_EPISODES, Seats
 from opentinker.rollout.trajectory import Batch, Group
 from opentinker.sampling import identity
 from opentinker.sampling.meter import EngineMeter
@@ -28,9 +28,6 @@ from opentinker.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from opentinker.training.policy import Policy
-
-MAX_EPISODES = 256
-"""Episodes in flight at once."""
 
 TRAIN = "train"
 
@@ -54,8 +51,14 @@ class Rollouts:
         start: int = 0,
         version: int | None = None,
         scope: str | None = None,
+        concurrency: int = MAX_EPISODES,
+        keep: bool = True,
     ) -> None:
-        for name, value in {"groups": groups, "group_size": group_size}.items():
+        for name, value in {
+            "groups": groups,
+            "group_size": group_size,
+            "concurrency": concurrency,
+        }.items():
             if value < 1:
                 raise errors.invalid(name, f"must be at least 1, not {value}")
         self._policy = policy
@@ -63,6 +66,8 @@ class Rollouts:
         self._options = options
         self._groups = groups
         self._group_size = group_size
+        self._concurrency = concurrency
+        self._keep = keep
         self._params = params or SamplingParams()
         self._limits = limits or Limits()
         self._seed = seed
@@ -89,15 +94,40 @@ class Rollouts:
         last = first + groups
         meter = EngineMeter()
         started = time.monotonic()
-        players = [
-            GroupPlayer(setting, Play(ordinal, self.task(ordinal), version), meter)
-            for ordinal in range(first, last)
-        ]
-        gate = asyncio.Semaphore(max(1, MAX_EPISODES // self._group_size))
-        played = await together(_play(player, gate) for player in players)
-        self._policy.sampler.acknowledge([name for player in players for name in player.request_ids])
+        played = await self._play(setting, range(first, last), version, meter)
         self.next_ordinal = last
         return Batch(first // groups, version, tuple(played), time.monotonic() - started, meter.take())
+
+    async def _play(
+        self, setting: Setting, ordinals: Iterable[int], version: int, meter: EngineMeter
+    ) -> list[Group]:
+        """Groups in order, each begun when there are seats for it: what waits is a number, not a task."""
+        seats = Seats(self._concurrency)
+        playing: list[asyncio.Task[Group]] = []
+        failed = asyncio.Event()
+
+        async def play(player: GroupPlayer) -> Group:
+            try:
+                group = await player.play()
+            except BaseException:
+                failed.set()
+                raise
+            # It is here, so the servers need not keep it.
+            self._policy.sampler.acknowledge(player.request_ids)
+            return group if self._keep else group.without_tokens()
+
+        try:
+            for ordinal in ordinals:
+                await seats.take(self._group_size)
+                if failed.is_set():
+                    break
+                player = GroupPlayer(setting, Play(ordinal, self.task(ordinal), version), meter, seats.leave)
+                playing.append(asyncio.ensure_future(play(player)))
+            return list(await asyncio.gather(*playing))
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
 
     async def use(self, tasks: Sequence[Task]) -> None:
         """Play these tasks instead of the split's."""
@@ -153,11 +183,6 @@ class Rollouts:
         return await environment_source(self._env, self._options, channel=channel, job_token=link.job_token)
 
 
-async def _play(player: GroupPlayer, gate: asyncio.Semaphore) -> Group:
-    async with gate:
-        return await player.play()
-
-
 def rollouts(
     policy: "Policy",
     env: EnvironmentSpec | EnvironmentSource,
@@ -173,13 +198,15 @@ def rollouts(
     start: int = 0,
     version: int | None = None,
     scope: str | None = None,
+    concurrency: int = MAX_EPISODES,
 ) -> Rollouts:
     """Play `groups` groups of `group_size` episodes of one task each, again and again.
 
     `env` is an environment class (played in this process) or the name of a hosted one; `options` go to its
     `__init__`. `start` is the ordinal of the first task, for loops that resume; `version` pins a policy
-    version; `scope` makes request ids reproducible (by default each call is its own). Where `params` cut
-    unlikely tokens off, the trajectories carry what was kept (`SamplingParams.for_training`).
+    version; `scope` makes request ids reproducible (by default each call is its own); `concurrency` is how
+    many episodes are played at once, though never less than a group. Where `params` cut unlikely tokens off,
+    the trajectories carry what was kept (`SamplingParams.for_training`).
     """
     return Rollouts(
         policy,
@@ -195,4 +222,5 @@ def rollouts(
         start=start,
         version=version,
         scope=scope,
+        concurrency=concurrency,
     )

@@ -3,7 +3,7 @@ crash.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,11 @@ class Trajectory:
     error: str = ""
     """What failed, where something did."""
 
+    def without_tokens(self) -> "Trajectory":
+        """What says how it went: reward, end, numbers; not what was said."""
+        turns = tuple(replace(turn, text="") for turn in self.turns)
+        return replace(self, segments=(), messages=(), turns=turns)
+
     @property
     def sampled_tokens(self) -> int:
         """Tokens that the policy sampled."""
@@ -87,6 +92,10 @@ class Group:
     task: Mapping[str, Any]
     seed: int
     trajectories: tuple[Trajectory, ...]
+
+    def without_tokens(self) -> "Group":
+        """With trajectories without their tokens."""
+        return replace(self, trajectories=tuple(each.without_tokens() for each in self.trajectories))
 
     @property
     def rewards(self) -> list[float]:
