@@ -22,7 +22,7 @@ from opentinker_inference.domain.sampling import (
     ScoreJob,
     StopReason,
 )
-from opentinker_inference.domain.versions import ModelRef, VersionSpan, check_policy_name
+from opentinker_inference.domain.versions import ModelRef, VersionSpan, check_policy_name, checkpoint_ref
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.data.v1 import content_pb2
@@ -90,7 +90,10 @@ def model_ref(ref: sampling_pb2.ModelRef, field: str = "model") -> ModelRef:
         return version_ref(ref.policy_version, f"{field}.policy_version")
     if ref.WhichOneof("model") == "base_model":
         return ModelRef(base_model=ref.base_model)
-    raise ServiceError(Reason.REQUIRED_FIELD, "name a policy_version or the base_model", field=field)
+    if ref.WhichOneof("model") == "checkpoint":
+        return checkpoint_ref(ref.checkpoint, f"{field}.checkpoint")
+    text = "name a policy_version, a checkpoint or the base_model"
+    raise ServiceError(Reason.REQUIRED_FIELD, text, field=field)
 
 
 def version_ref(ref: sampling_pb2.PolicyVersionRef, field: str = "policy_version") -> ModelRef:
@@ -154,6 +157,8 @@ def model_ref_pb(ref: ModelRef, base_model: str) -> sampling_pb2.ModelRef:
     """Which weights, for an answer."""
     if ref.is_base:
         return sampling_pb2.ModelRef(base_model=base_model)
+    if ref.checkpoint:
+        return sampling_pb2.ModelRef(checkpoint=ref.key)
     version = sampling_pb2.PolicyVersionRef(policy=ref.policy, version=ref.version)
     return sampling_pb2.ModelRef(policy_version=version)
 

@@ -108,7 +108,7 @@ class InferenceServiceServicer(object):
 
     def Sample(self, request, context):
         """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes. The deadline of a call ends its request, unless another call waits for it longer; a caller who leaves without one does not.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; finished completions are not sampled again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -117,7 +117,7 @@ class InferenceServiceServicer(object):
 
     def StreamSample(self, request, context):
         """StreamSample is Sample with the tokens of each completion as they are sampled: deltas of a completion, then the completion as Sample gives it. Under the id of a request that is known it begins with what is kept; what Sample had begun comes in one delta for each completion. A reader that falls behind gets longer deltas.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; the stream begins anew, with the tokens that were sampled before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -126,7 +126,7 @@ class InferenceServiceServicer(object):
 
     def ScoreTokens(self, request, context):
         """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

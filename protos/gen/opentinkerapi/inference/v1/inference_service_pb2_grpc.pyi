@@ -18,17 +18,17 @@ class InferenceServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sample: _aio.UnaryStreamMultiCallable[_inference_service_pb2.SampleRequest, _inference_service_pb2.SampleResponse]
     """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes. The deadline of a call ends its request, unless another call waits for it longer; a caller who leaves without one does not.
-    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
     Retry: safe with the same request_id; finished completions are not sampled again.
     """
     StreamSample: _aio.UnaryStreamMultiCallable[_inference_service_pb2.StreamSampleRequest, _inference_service_pb2.StreamSampleResponse]
     """StreamSample is Sample with the tokens of each completion as they are sampled: deltas of a completion, then the completion as Sample gives it. Under the id of a request that is known it begins with what is kept; what Sample had begun comes in one delta for each completion. A reader that falls behind gets longer deltas.
-    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
     Retry: safe with the same request_id; the stream begins anew, with the tokens that were sampled before.
     """
     ScoreTokens: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreTokensRequest, _inference_service_pb2.ScoreTokensResponse]
     """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
-    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
+    Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
     Retry: safe.
     """
     CancelSample: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.CancelSampleRequest, _inference_service_pb2.CancelSampleResponse]
@@ -92,7 +92,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.SampleRequest, _abc.AsyncIterator[_inference_service_pb2.SampleResponse]],
     ) -> _abc.AsyncIterator[_inference_service_pb2.SampleResponse]:
         """Sample streams one message for each finished completion, with keep-alives while none has finished. A finished completion is kept under the request id until acknowledged, or 10 minutes. The deadline of a call ends its request, unless another call waits for it longer; a caller who leaves without one does not.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; finished completions are not sampled again.
         """
 
@@ -103,7 +103,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.StreamSampleRequest, _abc.AsyncIterator[_inference_service_pb2.StreamSampleResponse]],
     ) -> _abc.AsyncIterator[_inference_service_pb2.StreamSampleResponse]:
         """StreamSample is Sample with the tokens of each completion as they are sampled: deltas of a completion, then the completion as Sample gives it. Under the id of a request that is known it begins with what is kept; what Sample had begun comes in one delta for each completion. A reader that falls behind gets longer deltas.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, POLICY_NOT_FOUND, UNKNOWN_MODEL, UNSUPPORTED_OPTION, INVALID_FIELD, REQUEST_ID_REUSED, REQUEST_NOT_FOUND, MERGED_ONE_VERSION, DIGEST_MISMATCH, INVALID_WEIGHTS, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STALE_ATTEMPT, CANCELLED, DEADLINE_EXCEEDED, UNSUPPORTED_COMBINATION.
         Retry: safe with the same request_id; the stream begins anew, with the tokens that were sampled before.
         """
 
@@ -114,7 +114,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.ScoreTokensRequest, _abc.Awaitable[_inference_service_pb2.ScoreTokensResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.ScoreTokensResponse]:
         """ScoreTokens returns the raw logprobs (temperature as asked, full support) of given tokens.
-        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
+        Errors: PROMPT_TOO_LONG, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, STALE_ATTEMPT, DIGEST_MISMATCH, INVALID_WEIGHTS, UNSUPPORTED_COMBINATION.
         Retry: safe.
         """
 

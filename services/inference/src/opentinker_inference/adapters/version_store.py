@@ -1,4 +1,4 @@
-"""Brings policy versions to this host: manifest and files from the object store, or a local path.
+"""Brings versions and checkpoints to this host: manifest and files from the object store, or a local path.
 
 A version's directory here is made once: files are linked or copied from `local_path` where that exists and
 matches, otherwise downloaded; every file's sha256 is checked, then the weights are validated, then the
@@ -37,6 +37,11 @@ MODEL_CONFIG = "config.json"
 UPLOAD_PATIENCE_S = 60.0
 """A manifest may be registered while its files are still being uploaded: how long they are waited for."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_WEIGHTS = re.compile(
+    r"adapter_(model\.safetensors|config\.json)"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
+)
+"""What of a checkpoint's files engines read."""
 _KEPT = 16
 _KEPT_MODELS = 3
 """Of the kept versions, how many may be whole models: one that is loading, and two that come meanwhile."""
@@ -109,7 +114,7 @@ class ObjectVersionStore:
     async def _fetch(self, ref: ModelRef) -> LocalWeights | None:
         started = time.monotonic()
         manifest = await self._manifest(ref)
-        kind = manifest.get("kind", "lora")
+        kind = _served_kind(manifest)
         weights: LocalWeights | None = None
         if kind in ("lora", "full"):
             weights = LocalWeights(await self._bring(ref, manifest, full=kind == "full"), kind == "full")
@@ -134,6 +139,10 @@ class ObjectVersionStore:
         except ServiceError as error:
             if error.reason is not Reason.BLOB_NOT_FOUND:
                 raise
+            if ref.checkpoint:
+                raise ServiceError(
+                    Reason.CHECKPOINT_NOT_FOUND, f"{ref} does not exist", field="model.checkpoint"
+                ) from None
             text = f"{ref} does not exist: nothing was published under it"
             raise ServiceError(Reason.VERSION_NOT_FOUND, text, field="model.policy_version") from None
         try:
@@ -238,6 +247,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ServiceError(Reason.INVALID_WEIGHTS, f"{path.name} is missing or cannot be read") from error
 
 
+def _served_kind(manifest: Mapping[str, Any]) -> str:
+    """What of a set of files is served: "lora", "full" or "base"; other kinds are refused. A checkpoint is
+    served by its weights, whichever it holds.
+    """
+    kind = str(manifest.get("kind", "lora"))
+    if kind != "checkpoint":
+        return kind
+    return "lora" if any(file.get("name") == TENSORS for file in manifest.get("files", [])) else "full"
+
+
 def _files(ref: ModelRef, manifest: Mapping[str, Any]) -> list[_File]:
     try:
         files = [
@@ -247,7 +266,8 @@ def _files(ref: ModelRef, manifest: Mapping[str, Any]) -> list[_File]:
         raise ServiceError(Reason.DIGEST_MISMATCH, f"the manifest of {ref} cannot be read") from error
     if not files or not all(_FILE_NAME.fullmatch(file.name) for file in files):
         raise ServiceError(Reason.DIGEST_MISMATCH, f"the manifest of {ref} names no files, or wrong ones")
-    return files
+    # Optimizer, gradient and counters of a checkpoint stay where they are.
+    return [file for file in files if not ref.checkpoint or _WEIGHTS.fullmatch(file.name)]
 
 
 def _take_local(source: Path, work: Path, files: list[_File]) -> bool:
