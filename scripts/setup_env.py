@@ -37,6 +37,7 @@ DISTRIBUTIONS = (
     "services/trainer",
     "services/inference[transformers]",
     "services/env_host",
+    "services/gateway",
     "services/local",
     "client[datasets,local,plots]",
 )

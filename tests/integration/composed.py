@@ -16,12 +16,21 @@ from typing import Any
 
 import yaml
 
+from opentinker_gateway.healthcheck import is_serving as gateway_health
 from opentinker_kit.healthcheck import is_serving
 from opentinker_kit.keys import make_keys
 from opentinker_kit.processes import Program, Weed, find_binary, free_port, stop, wait_for_answer
 
 ROOT = Path(__file__).resolve().parents[2]
-PORTS = {"nats": 4222, "minio": 9000, "scheduler": 7070, "trainer": 7071, "inference": 7072, "env_host": 7073}
+PORTS = {
+    "nats": 4222,
+    "minio": 9000,
+    "scheduler": 7070,
+    "trainer": 7071,
+    "inference": 7072,
+    "env_host": 7073,
+    "gateway": 7080,
+}
 START_S = 120.0
 
 
@@ -50,7 +59,7 @@ class Composed:
     def start(self) -> None:
         self._start_nats()
         self._start_s3()
-        for name in ("env_host", "scheduler", "trainer", "inference"):
+        for name in ("env_host", "scheduler", "gateway", "trainer", "inference"):
             self._start_service(name)
 
     def stop(self) -> None:
@@ -95,7 +104,8 @@ class Composed:
         process = program.start()
         self.running.append(process)
         address = f"127.0.0.1:{self.ports[name]}"
-        wait_for_answer(process, program, lambda: is_serving(address), START_S)
+        serves = gateway_serves if name == "gateway" else is_serving
+        wait_for_answer(process, program, lambda: serves(address), START_S)
 
     def _run(self, program: Program, port: int | None = None) -> None:
         process = program.start()
@@ -104,6 +114,10 @@ class Composed:
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
+
+
+def gateway_serves(address: str) -> bool:
+    return gateway_health(f"http://{address}")
 
 
 def listens(port: int) -> bool:

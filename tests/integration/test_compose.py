@@ -4,6 +4,7 @@ path for weights, hosted environments.
 
 from pathlib import Path
 
+import openai
 import pytest
 
 import opentinker as ot
@@ -41,3 +42,9 @@ def test_a_policy_is_trained_and_served(tmp_path: Path, tiny_model_dir: Path) ->
             (completion,) = result.policy.sample([1, 2, 3], ot.SamplingParams(max_tokens=4), seed=5).result()
             assert completion.spans
             assert all(version == result.version for _, _, version in completion.spans)
+            gateway = f"http://127.0.0.1:{deployment.ports['gateway']}/v1"
+            with openai.OpenAI(base_url=gateway, api_key=key) as client:
+                served = client.completions.create(model=result.policy.name, prompt="2 + 2 =", max_tokens=4)
+            assert served.usage is not None
+            assert 1 <= served.usage.completion_tokens <= 4
+            assert served.system_fingerprint == f"{result.policy.name}/versions/{result.version}"

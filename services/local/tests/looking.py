@@ -36,7 +36,8 @@ def addresses(info: StackInfo) -> tuple[str, ...]:
     """Every address of the stack."""
     ports = json.loads((info.state_dir / "ports.json").read_text())
     inner = tuple(f"127.0.0.1:{port + offset}" for port in ports["weed"] for offset in (0, 10_000))
-    return (info.scheduler, info.env_host, info.nats.removeprefix("nats://"), *inner)
+    gateway = info.gateway.removeprefix("http://")
+    return (info.scheduler, info.env_host, gateway, info.nats.removeprefix("nats://"), *inner)
 
 
 def gone(pids: set[int], info: StackInfo) -> bool:

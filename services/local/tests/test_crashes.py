@@ -106,7 +106,7 @@ def test_b111_five_stacks_start_at_once(start_fake: StartFake, tmp_path: Path) -
     with ThreadPoolExecutor(5) as pool:
         infos: list[StackInfo] = list(pool.map(start_fake, [tmp_path / f"stack-{i}" for i in range(5)]))
     everything = [address for info in infos for address in addresses(info)]
-    assert len(everything) == len(set(everything)) == 5 * 13
+    assert len(everything) == len(set(everything)) == 5 * 14
     with ThreadPoolExecutor(5) as pool:
         assert all(pool.map(stop_stack, [info.state_dir for info in infos]))
     assert not any(alive(info.supervisor_pid) for info in infos)

@@ -1,9 +1,11 @@
 """The stack in peace: starting, attaching, stopping, going on with its data."""
 
 import fcntl
+import http.client
 import os
 import subprocess
 import threading
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -47,7 +49,8 @@ async def test_a_stack_is_ready_when_it_says_so(start_fake: StartFake) -> None:
     assert not (info.state_dir / "stack.json").exists()
 
     again = start_fake()
-    assert (again.scheduler, again.env_host, again.s3) == (info.scheduler, info.env_host, info.s3)
+    same = ("scheduler", "env_host", "gateway", "s3")
+    assert [getattr(again, name) for name in same] == [getattr(info, name) for name in same]
     assert await store(again).get("kept") == b"bytes"
 
 
@@ -105,6 +108,29 @@ def test_a_stop_takes_along_what_the_parts_started_and_what_does_not_listen(
     assert len(pids) == 7
     assert stop_stack(info.state_dir)
     assert not any(map(alive, pids))
+
+
+def test_the_gateway_starts_when_somebody_connects(start_fake: StartFake) -> None:
+    """No connection is refused, before it runs or after it died."""
+    info = start_fake()
+    assert "gateway" not in info.pids
+    assert len(tree(info.supervisor_pid)) == 5
+    first = ask(info.gateway)
+    assert first in tree(info.supervisor_pid)
+    assert ask(info.gateway) == first
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(info.gateway + "/crash")
+    second = ask(info.gateway)
+    assert second != first
+    pids = tree(info.supervisor_pid)
+    assert second in pids
+    assert stop_stack(info.state_dir)
+    assert gone(pids, info)
+
+
+def ask(url: str) -> int:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return int(answer.read())
 
 
 def test_a_look_at_the_lock_is_not_taken_for_a_supervisor(tmp_path: Path) -> None:

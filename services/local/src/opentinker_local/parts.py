@@ -1,14 +1,17 @@
-"""What an embedded stack consists of: NATS, S3, scheduler, env_host, and how each is started and asked.
+"""What an embedded stack consists of: NATS, S3, scheduler, env_host, gateway, and how each is started and
+asked.
 
 Everything listens on loopback with keys of this stack. Scheduler and env_host get ports that the supervisor
 keeps bound (`reuse_port`), so that their addresses are known before they start and survive their restarts.
+The gateway's port is listened on by the supervisor, which starts the gateway when somebody connects: a stack
+that is only trained on does without.
 """
 
 import json
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,17 @@ from opentinker_local.state import StateDir
 
 BUCKET = "opentinker"
 S3_ACCESS_KEY = "stack"
-SERVERS = ("scheduler", "env_host")
-"""The parts that are our own servers."""
-MODULES: Mapping[str, str] = {"scheduler": "opentinker_scheduler", "env_host": "opentinker_env_host"}
+SERVERS = ("gateway", "scheduler", "env_host")
+"""The parts that are our own servers, in the order in which they are stopped."""
+MODULES: Mapping[str, str] = {
+    "gateway": "opentinker_gateway",
+    "scheduler": "opentinker_scheduler",
+    "env_host": "opentinker_env_host",
+}
 """What `python -m` runs, by part."""
+GATEWAY_DRAIN_S = 3.0
+"""What streams get when the stack stops; the scheduler's turn comes after them."""
+_BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +46,19 @@ class Part:
     """Runs before each start."""
     forget: Callable[[], None] = lambda: None
     """Runs after each end: removes what the program leaves behind."""
+    listener: socket.socket | None = None
+    """A socket that listens for the program, which is started at the first connection; None: at once."""
 
 
 @dataclass(slots=True)
 class Addresses:
-    """Where everything listens. Scheduler and env_host by sockets that hold their ports."""
+    """Where everything listens. Our own servers by sockets that hold their ports."""
 
     nats: int
     weed: tuple[int, int, int, int, int]
     scheduler: socket.socket
     env_host: socket.socket
+    gateway: socket.socket
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -53,11 +66,17 @@ class Addresses:
             "weed": list(self.weed),
             "scheduler": port_of(self.scheduler),
             "env_host": port_of(self.env_host),
+            "gateway": port_of(self.gateway),
         }
+
+    @property
+    def gateway_url(self) -> str:
+        return f"http://{LOOPBACK}:{port_of(self.gateway)}"
 
     def close(self) -> None:
         self.scheduler.close()
         self.env_host.close()
+        self.gateway.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +85,7 @@ class Options:
 
     modules: Mapping[str, str] = field(default_factory=lambda: dict(MODULES))
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """More settings by part (`scheduler`, `env_host`), over what the stack sets itself."""
+    """More settings by part (`scheduler`, `env_host`, `gateway`), over what the stack sets itself."""
 
 
 def choose_addresses(state: StateDir, *, fresh: bool) -> Addresses:
@@ -84,7 +103,9 @@ def choose_addresses(state: StateDir, *, fresh: bool) -> Addresses:
         else Weed.pick_ports(),
         scheduler=hold_port(last.get("scheduler", 0)),
         env_host=hold_port(last.get("env_host", 0)),
+        gateway=hold_port(last.get("gateway", 0)),
     )
+    addresses.gateway.listen(_BACKLOG)
     write_json(state.ports, addresses.to_json())
     return addresses
 
@@ -167,6 +188,7 @@ def build_parts(
         "scheduler": {
             "listen_port": port_of(addresses.scheduler),
             "env_host_address": env_host,
+            "gateway_address": addresses.gateway_url,
             "allow_any_model_dir": True,
         },
         "env_host": {"listen_port": port_of(addresses.env_host)},
@@ -175,7 +197,19 @@ def build_parts(
         _service(state, name, options, (lifeline, busy), {**shared, **own, **options.settings.get(name, {})})
         for name, own in service_settings.items()
     ]
+    listener = addresses.gateway
+    gateway_settings = {
+        **{name: shared[name] for name in ("listen_host", "bootstrap_key_file", "service_key_file")},
+        "listen_fd": listener.fileno(),
+        "scheduler_address": scheduler,
+        "lifeline_fd": lifeline,
+        "drain_s": GATEWAY_DRAIN_S,
+        **options.settings.get("gateway", {}),
+    }
+    fds = (lifeline, busy, listener.fileno())
+    gateway = replace(_service(state, "gateway", options, fds, gateway_settings), listener=listener)
     return [
+        gateway,
         Part(
             "s3",
             weed.program(),
@@ -197,7 +231,7 @@ def _writes_configuration(weed: Weed) -> Callable[[], None]:
 
 
 def _service(
-    state: StateDir, name: str, options: Options, fds: tuple[int, int], settings: Mapping[str, Any]
+    state: StateDir, name: str, options: Options, fds: tuple[int, ...], settings: Mapping[str, Any]
 ) -> Part:
     """One of our own servers: ready when it has said so in its ready file."""
     directory = state.part(name)

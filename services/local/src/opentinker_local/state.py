@@ -5,7 +5,7 @@
     progress.jsonl    what the supervisor does, a line each; begins anew with each supervisor
     stack.json        addresses, pids and key files; there exactly while the stack is ready
     keys/             0600 files
-    nats/ s3/ scheduler/ env_host/     data, settings and logs of each part
+    nats/ s3/ scheduler/ env_host/ gateway/     data, settings and logs of each part
 
 Imports nothing but the standard library and small helpers of the kit: the supervisor must start fast.
 """
@@ -51,6 +51,8 @@ class StackInfo:
     scheduler: str
     """`host:port`, the address that clients connect to."""
     env_host: str
+    gateway: str
+    """`http://host:port`; started when somebody connects."""
     nats: str
     """URL without the token."""
     s3: str

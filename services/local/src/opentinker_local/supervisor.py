@@ -59,6 +59,8 @@ class _Child:
     restarts: int = 0
     """In a row, each before the part was stable."""
     not_before: float = 0.0
+    wanted: bool = True
+    """Whether it should run; one with a listener only once somebody connected."""
 
     def start(self, now: float) -> None:
         self.part.prepare()
@@ -79,6 +81,11 @@ class _Child:
             return False
         self.up = self.process.poll() is None
         return self.up
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to do for it until something happens."""
+        return self.up or not self.wanted
 
 
 class _PortsTaken(Exception):
@@ -166,14 +173,15 @@ class Supervisor:
         parts = build_parts(
             self._state, self._addresses, self._options, lifeline=self._lifeline_read, busy=self._busy_fd
         )
-        self._children = [_Child(part) for part in parts]
+        self._children = [_Child(part, wanted=part.listener is None) for part in parts]
         now = time.monotonic()
-        for child in self._children:
+        first = [child for child in self._children if child.wanted]
+        for child in first:
             child.start(now)
-        names = ", ".join(child.part.name for child in self._children)
+        names = ", ".join(child.part.name for child in first)
         self._progress.say("starting", f"starting {names}")
-        while not self._stop_reason and not all(child.up for child in self._children):
-            for child in self._children:
+        while not self._stop_reason and not all(child.up for child in first):
+            for child in first:
                 status = child.ended()
                 if status is not None:
                     why = self._why(child, f"ended with status {status}")
@@ -184,6 +192,14 @@ class Supervisor:
                 elif not child.up and time.monotonic() - now > START_TIMEOUT_S:
                     raise StackError(self._why(child, f"did not answer within {START_TIMEOUT_S:.0f} s"))
             self._wait(_BUSY_TICK_S)
+        for child in self._children:
+            self._await_connection(child)
+
+    def _await_connection(self, child: _Child) -> None:
+        """Notice when somebody connects to a part that runs only then; the connection waits for it."""
+        if child.part.listener is not None:
+            child.wanted = False
+            self._selector.register(child.part.listener, selectors.EVENT_READ, child)
 
     @staticmethod
     def _why(child: _Child, what: str) -> str:
@@ -206,6 +222,7 @@ class Supervisor:
             owned=self._owner_fd is not None,
             scheduler=f"{LOOPBACK}:{scheduler}",
             env_host=f"{LOOPBACK}:{env_host}",
+            gateway=self._addresses.gateway_url,
             nats=f"nats://{LOOPBACK}:{self._addresses.nats}",
             s3=f"{LOOPBACK}:{self._addresses.weed[0]}",
             bootstrap_key_file=self._state.key("bootstrap"),
@@ -227,7 +244,7 @@ class Supervisor:
             for child in self._children:
                 self._keep(child, now)
             self._reap_strangers()
-            self._wait(_IDLE_TICK_S if all(child.up for child in self._children) else _BUSY_TICK_S)
+            self._wait(_IDLE_TICK_S if all(child.settled for child in self._children) else _BUSY_TICK_S)
 
     def _keep(self, child: _Child, now: float) -> None:
         name = child.part.name
@@ -238,13 +255,15 @@ class Supervisor:
             wait = 0.0 if child.restarts == 1 else min(0.25 * 2**child.restarts, MAX_BACKOFF_S)
             child.not_before = now + wait
             how = f"killed by signal {-status}" if status < 0 else f"status {status}"
-            text = f"{name} ended ({how}); starting it again"
+            when = "starting it again" if child.part.listener is None else "the next connection starts it"
+            text = f"{name} ended ({how}); {when}"
             self._progress.say("restarting", text, component=name, log=str(child.part.program.log_path))
+            self._await_connection(child)
         if child.process is None:
-            if now >= child.not_before:
+            if child.wanted and now >= child.not_before:
                 child.start(now)
         elif child.check():
-            self._announce(f"{name} answers again")
+            self._announce(f"{name} answers" if child.part.listener is not None else f"{name} answers again")
         elif not child.up and now - child.started > START_TIMEOUT_S:
             # Running and silent: as good as dead.
             child.process.kill()
@@ -270,6 +289,10 @@ class Supervisor:
 
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
+            if isinstance(key.data, _Child):
+                self._selector.unregister(key.fd)
+                key.data.wanted = True
+                continue
             data = b""
             with contextlib.suppress(BlockingIOError):
                 data = os.read(key.fd, 4096)
@@ -283,9 +306,12 @@ class Supervisor:
     def _stop(self) -> None:
         reason = self._stop_reason or "the start failed"
         self._progress.say("stopping", reason)
-        ours = [child for child in self._children if child.part.name in SERVERS]
+        ours = sorted(
+            (child for child in self._children if child.part.name in SERVERS),
+            key=lambda child: SERVERS.index(child.part.name),
+        )
         for child in ours:
-            # In order, the scheduler first: it stops the servers that it started.
+            # In order: the gateway ends its jobs at the scheduler, which stops the servers that it started.
             if not self._owner_gone:
                 self._terminate(child)
                 self._await_end([child], DRAIN_S)

@@ -1,0 +1,19 @@
+"""Entry: `python -m opentinker_gateway --settings gateway.json`."""
+
+import asyncio
+
+from opentinker_gateway.bootstrap import run
+from opentinker_gateway.settings import GatewaySettings
+from opentinker_kit.logging import configure_logging
+from opentinker_kit.settings import load_settings
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    settings = load_settings(GatewaySettings)
+    configure_logging(settings, "gateway")
+    asyncio.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The scheduler and the inference servers, over gRPC."""

@@ -1,0 +1,1 @@
+"""What a request does, above HTTP and below it the ports."""

@@ -1,0 +1,1 @@
+"""HTTP: one short function for each route."""

@@ -1,0 +1,1 @@
+"""Between OpenAI's JSON, the protos and the domain."""
