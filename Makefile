@@ -5,9 +5,10 @@ ENGINE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+GPU_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt lint type fresh test test-slow evidence demo bench up down clean
+.PHONY: help setup proto fmt lint type fresh test test-slow evidence demo bench gpu-check up down clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -53,6 +54,9 @@ demo: setup ## Train SmolLM2-135M-Instruct to add and subtract, on this machine 
 bench: setup ## Run one benchmark, e.g. BENCH=overhead ARGS="--pairs 3"; prints JSON lines
 	@test -n "$(BENCH)" || { $(BIN)/python -m benchmarks --list; exit 2; }
 	@$(BIN)/python -m benchmarks $(BENCH) $(ARGS)
+
+gpu-check: ## Try this machine's GPU in at most 8 minutes; prints one JSON object (see README; ARGS="--model random")
+	@$(GPU_PYTHON) scripts/gpu_check.py $(ARGS)
 
 up: setup ## Start the embedded stack; it stays up
 	$(BIN)/opentinker up

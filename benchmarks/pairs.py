@@ -9,15 +9,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.results import Result, paired
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED = ("benchmarks", "services/trainer/src", "services/kit/src")
+TRAINER = ("benchmarks", "services/trainer/src", "services/kit/src")
+INFERENCE = ("benchmarks", "services/inference/src", "services/kit/src", "protos/src")
+"""Folders with the code that a benchmark measures."""
 DEFAULT_PAIRS = 9
 DEFAULT_BUDGET_S = 600.0
 
@@ -44,9 +47,9 @@ class Options:
         return time.monotonic() - self.started > self.budget_s
 
 
-def _digest() -> str:
+def _digest(measured: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for folder in MEASURED:
+    for folder in measured:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -71,24 +74,32 @@ def measure(
     work: float,
     unit: str,
     warm_up: bool = True,
+    extra: Callable[[], Mapping[str, object]] | None = None,
+    measured: Sequence[str] = TRAINER,
+    better: Literal["higher", "lower"] = "higher",
 ) -> Result:
     """How fast we are over how fast they are: medians of interleaved pairs of seconds for the same `work`.
 
-    Unfinished if the time was not enough. The order within a pair alternates. `raw` holds work per second.
+    Unfinished if the time was not enough. The order within a pair alternates. `raw` holds work per second
+    (or seconds, where lower is `better`), and what `extra` gives, which is called once after the warm-up.
     Nothing is started where all pairs are known.
     """
     notes = _notes(bench, case)
-    digest = _digest()
+    digest = _digest(measured)
     kept: list[list[float]] = []
+    figures: Mapping[str, object] | None = None if extra else {}
     if notes.exists():
         noted = json.loads(notes.read_text())
-        kept = noted["pairs"] if noted["digest"] == digest else []
+        if noted["digest"] == digest:
+            kept, figures = noted["pairs"], noted["extra"]
     if len(kept) < options.pairs:
         with ExitStack() as stack:
             ours, theirs = sides(stack)
             if warm_up:
                 ours()
                 theirs()
+            if figures is None and extra is not None:
+                figures = extra()
             began = False
             while len(kept) < options.pairs:
                 if began and options.time_is_over():
@@ -101,10 +112,14 @@ def measure(
                 print(f"{bench}/{case}: ours {pair[0]:.2f} s, theirs {pair[1]:.2f} s", file=sys.stderr)
                 kept.append(pair)
                 notes.parent.mkdir(parents=True, exist_ok=True)
-                notes.write_text(json.dumps({"digest": digest, "pairs": kept}))
+                notes.write_text(json.dumps({"digest": digest, "pairs": kept, "extra": figures}))
     kept = kept[: options.pairs]
-    mine, other = ([round(work / pair[side], 2) for pair in kept] for side in (0, 1))
-    return paired(bench, case, mine, other, baseline=baseline, unit=unit, better="higher")
+    if better == "lower":
+        mine, other = ([round(pair[side], 4) for pair in kept] for side in (0, 1))
+    else:
+        mine, other = ([round(work / pair[side], 2) for pair in kept] for side in (0, 1))
+    result = paired(bench, case, mine, other, baseline=baseline, unit=unit, better=better)
+    return replace(result, raw={**result.raw, **(figures or {})})
 
 
 def forget(bench: str, cases: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.train_rows import TrainRow, read_rows
 from opentinker_kit.events import NullEventBus
@@ -26,7 +27,7 @@ from opentinker_trainer.settings import TrainerSettings
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import loss_pb2, prompt_pb2, train_sample_pb2
 from opentinkerapi.runtime.channels import open_channel
-from opentinkerapi.runtime.tensors import pack_floats, pack_ids
+from opentinkerapi.runtime.tensors import pack_floats, pack_ids, unpack_floats
 from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2, trainer_service_pb2_grpc
 
 pb = trainer_service_pb2
@@ -59,24 +60,25 @@ def loss(rows: Sequence[TrainRow]) -> loss_pb2.LossComponent:
 class Policy:
     """One policy and its operations."""
 
-    def __init__(self, stub: Any, rows: Sequence[TrainRow]) -> None:
+    def __init__(self, stub: Any, rows: Sequence[TrainRow], model: str = MODEL) -> None:
         self._stub = stub
         self._rows = [message(row) for row in rows]
         self._loss = loss(rows)
-        self._name = ""
+        self._model = model
         self._seq = 0
+        self.name = ""
 
     async def create(self, request_id: str, tuning: policy_pb2.Tuning) -> None:
-        request = pb.CreatePolicyRequest(request_id=request_id, base_model=MODEL, tuning=tuning, seed=1)
-        self._name = (await self._stub.CreatePolicy(request)).policy.name
+        request = pb.CreatePolicyRequest(request_id=request_id, base_model=self._model, tuning=tuning, seed=1)
+        self.name = (await self._stub.CreatePolicy(request)).policy.name
 
     def _header(self) -> operation_pb2.OperationHeader:
         self._seq += 1
         return operation_pb2.OperationHeader(
-            policy=self._name, seq=self._seq, request_id=f"r{self._seq}", acked_seq=max(0, self._seq - 2)
+            policy=self.name, seq=self._seq, request_id=f"r{self._seq}", acked_seq=max(0, self._seq - 2)
         )
 
-    async def step(self) -> None:
+    async def step(self, learning_rate: float = 1e-5) -> None:
         """ForwardBackward and OptimStep, to the result of the latter."""
         header = self._header()
         start = pb.ForwardBackwardStart(header=header, chunk_count=1, losses=[self._loss])
@@ -89,16 +91,42 @@ class Policy:
         step = pb.OptimStepRequest(
             header=self._header(),
             forward_backward_seqs=[header.seq],
-            adamw=pb.AdamW(learning_rate=1e-5),
+            adamw=pb.AdamW(learning_rate=learning_rate),
             clip_norm=1.0,
         )
         await self._stub.OptimStep(step)
-        request = pb.GetOperationRequest(policy=self._name, seq=self._seq)
+        await self._ended()
+
+    async def publish(self) -> None:
+        """The next version (1, 2, 3 ...)."""
+        await self._stub.PublishWeights(pb.PublishWeightsRequest(header=self._header()))
+        await self._ended()
+
+    async def forward(self, rows: Sequence[train_sample_pb2.TrainSample]) -> list[NDArray[np.float32]]:
+        """The policy's logprobs of the trained tokens of each row."""
+        start = pb.ForwardStart(header=self._header(), chunk_count=1)
+
+        async def parts() -> AsyncIterator[pb.ForwardRequest]:
+            yield pb.ForwardRequest(start=start)
+            yield pb.ForwardRequest(chunk=pb.SampleChunk(index=0, samples=rows))
+
+        await self._stub.Forward(parts())
+        outputs = (await self._ended()).forward.outputs
+        return [
+            unpack_floats(output.logprobs)[np.frombuffer(row.loss_mask, np.uint8) == 1]
+            for row, output in zip(rows, outputs, strict=True)
+        ]
+
+    async def _ended(self) -> operation_pb2.Operation:
+        """The newest operation at its end."""
+        request = pb.GetOperationRequest(policy=self.name, seq=self._seq)
         request.wait.FromSeconds(30)
-        while (operation := (await self._stub.GetOperation(request)).operation).state not in ENDED:
-            pass
+        operation = operation_pb2.Operation()
+        while operation.state not in ENDED:
+            operation = (await self._stub.GetOperation(request)).operation
         if operation.state != operation_pb2.OPERATION_STATE_DONE:
             raise RuntimeError(operation.error.message)
+        return operation
 
 
 async def serve(arguments: argparse.Namespace, directory: Path) -> None:

@@ -68,7 +68,7 @@ def test_an_unfinished_case_goes_on(notes: Path, monkeypatch: pytest.MonkeyPatch
     assert clock.result(Options(pairs=3, budget_s=-1.0))["reps"] == 3
     assert clock.calls.count("ours") == 3
     # Pairs of other code do not count.
-    monkeypatch.setattr(pairs, "_digest", lambda: "other")
+    monkeypatch.setattr(pairs, "_digest", lambda measured: "other")
     with pytest.raises(Unfinished, match="1 of 3"):
         clock.result(Options(pairs=3, budget_s=-1.0))
 
