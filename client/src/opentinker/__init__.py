@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.params import Completion, SamplingParams
+    from opentinker.serving.deployments import Deployment, deployments
+    from opentinker.serving.served import ServedModel
     from opentinker.supervised.held_out import HeldOut
     from opentinker.supervised.result import SftResult
     from opentinker.supervised.rows import supervised_samples
@@ -104,6 +106,8 @@ _HOMES = {
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.params": ("Completion", "SamplingParams"),
+    "serving.deployments": ("Deployment", "deployments"),
+    "serving.served": ("ServedModel",),
     "supervised.held_out": ("HeldOut",),
     "supervised.result": ("SftResult",),
     "supervised.rows": ("supervised_samples",),
@@ -170,6 +174,7 @@ __all__ = [
     "Critic",
     "CrossEntropy",
     "Decoupled",
+    "Deployment",
     "Distillation",
     "EndReason",
     "Entropy",
@@ -200,6 +205,7 @@ __all__ = [
     "SamplingParams",
     "SequenceMask",
     "SequenceTruncate",
+    "ServedModel",
     "ServerOptions",
     "SftResult",
     "StepResult",
@@ -211,6 +217,7 @@ __all__ = [
     "advantages",
     "aggregation",
     "connect",
+    "deployments",
     "errors",
     "evaluate",
     "evaluate_async",

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc.aio
+from client.tests.doubles.catalog import CatalogDouble
 from client.tests.doubles.inference import InferenceDouble
 from client.tests.doubles.scheduler import SchedulerDouble
 from client.tests.doubles.trainer import TrainerDouble
@@ -11,6 +12,7 @@ from client.tests.doubles.trainer import TrainerDouble
 from opentinker.connection.calls import ControlPlane
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.portal import Portal
+from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import add_CatalogServiceServicer_to_server
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from opentinkerapi.run.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
@@ -25,6 +27,7 @@ class World:
     def __init__(self, portal: Portal, inference: InferenceDouble) -> None:
         self.portal = portal
         self.scheduler = SchedulerDouble()
+        self.catalog = CatalogDouble(self.scheduler)
         self.trainer = TrainerDouble()
         self.inference = inference
         self._server: grpc.aio.Server | None = None
@@ -37,6 +40,7 @@ class World:
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_SchedulerServiceServicer_to_server(self.scheduler, server)
         add_RunServiceServicer_to_server(self.scheduler, server)
+        add_CatalogServiceServicer_to_server(self.catalog, server)
         add_TrainerServiceServicer_to_server(self.trainer, server)
         add_InferenceServiceServicer_to_server(self.inference, server)
         self._port = server.add_insecure_port(f"127.0.0.1:{self._port}")

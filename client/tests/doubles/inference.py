@@ -46,6 +46,9 @@ class InferenceDouble(InferenceServiceServicer):
         self.fail_after: int | None = None
         self.broken: set[str] = set()
         self.always_fails = False
+        self.break_text_after: int | None = None
+        self.pause_s = 0.0
+        """Between the characters of a stream."""
         self.before: Callable[[Any, Any], Any] | None = None
         self.context_tokens = 4096
         self.end = True
@@ -74,6 +77,25 @@ class InferenceDouble(InferenceServiceServicer):
             if index + 1 == request.n:
                 response.engine_time.FromMilliseconds(5)
             yield response
+
+    async def StreamSample(
+        self, request: inference_service_pb2.StreamSampleRequest, context: Any
+    ) -> AsyncIterator[inference_service_pb2.StreamSampleResponse]:
+        """A delta a character. `break_text_after` = k breaks each stream off after k of them, once."""
+        asked = request.sample
+        self.requests.append(asked)
+        if self.before is not None:
+            await self.before(asked, context)
+        completion = self._completion(asked, unpack_ids(asked.prompt.chunks[0].tokens.token_ids), 0)
+        for count, character in enumerate(completion.text):
+            breaks = count == self.break_text_after
+            if breaks and (self.always_fails or asked.request_id not in self.broken):
+                self.broken.add(asked.request_id)
+                await abort(context, Reason.ENGINE_CRASHED, "the engine died")
+            delta = sampling_pb2.CompletionDelta(text=character)
+            yield inference_service_pb2.StreamSampleResponse(delta=delta)
+            await asyncio.sleep(self.pause_s)
+        yield inference_service_pb2.StreamSampleResponse(completion=completion)
 
     def _completion(
         self, request: inference_service_pb2.SampleRequest, prompt: list[int], index: int

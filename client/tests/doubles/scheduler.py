@@ -29,6 +29,7 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
         self.runs: dict[str, run_pb2.Run] = {}
         self.loop_states: list[run_pb2.LoopState] = []
         self.refuse_model = ""
+        self.gateway = ""
 
     async def CreateJob(self, request: scheduler_service_pb2.CreateJobRequest, context: Any) -> Any:
         if request.job.slots[0].base_model == self.refuse_model:
@@ -84,7 +85,7 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
         return scheduler_service_pb2.CancelJobResponse(job=job)
 
     async def GetCluster(self, request: scheduler_service_pb2.GetClusterRequest, context: Any) -> Any:
-        return scheduler_service_pb2.GetClusterResponse(cluster="double")
+        return scheduler_service_pb2.GetClusterResponse(cluster="double", gateway_address=self.gateway)
 
     async def ListServers(self, request: scheduler_service_pb2.ListServersRequest, context: Any) -> Any:
         return scheduler_service_pb2.ListServersResponse()

@@ -276,6 +276,18 @@ async def test_a_cancelled_job_is_named(deploying: Deploying) -> None:
     assert "CancelJob" in (await deploying.until(FAILED)).state_reason
 
 
+async def test_a_paused_deployment_says_how_it_goes_on(deploying: Deploying) -> None:
+    await deploying.create()
+    job = (await deploying.until(SERVING)).job
+    await deploying.rig.jobs.PauseJob(jobs_pb.PauseJobRequest(name=job, request_id="p"))
+    await deploying.until(deployment_pb2.DEPLOYMENT_STATE_PAUSED)
+    error = await refused(deploying.resolve("guesser"))
+    assert error.reason == Reason.INVALID_STATE
+    assert f"ResumeJob of {job}" in error.message
+    await deploying.rig.jobs.ResumeJob(jobs_pb.ResumeJobRequest(name=job, request_id="r"))
+    await deploying.until(SERVING)
+
+
 async def test_what_is_deployed_is_not_deleted(deploying: Deploying) -> None:
     stub = deploying.rig.catalog
     await deploying.create(model=f"{P}/checkpoints/c1")

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from opentinker.cli import serving
 from opentinker.connection import stack
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
@@ -17,6 +18,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.command()(serving.serve)
+app.command()(serving.chat)
+app.add_typer(serving.deployments_app, name="deployments")
 
 StateDir = Annotated[
     Path | None,

@@ -24,6 +24,8 @@ from opentinker.connection.on_demand import OnDemand, Slots
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.runs import RunRecord
 from opentinker.connection.specs import policy_jobs
+from opentinker.serving import deployments as deploying
+from opentinker.serving.served import ServedModel
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
 from opentinker.training.tuning import LoRA, ServerOptions, Tuning
@@ -74,6 +76,8 @@ class Cluster:
         self._watcher = watcher
         self._jobs: list[Job] = []
         self._policies: list[Policy] = []
+        self.served: list[ServedModel] = []
+        """Those that a request was made of."""
         self._records: list[RunRecord] = []
         self._env_channels: dict[str, grpc.aio.Channel] = {}
         self._failed = False
@@ -139,6 +143,35 @@ class Cluster:
         """
         return Pending.of(self.portal, weights.export(self.control, self.blobs, name, directory))
 
+    def serve(
+        self,
+        model: deploying.Weights,
+        name: str,
+        *,
+        options: ServerOptions | None = None,
+        wait: bool = True,
+    ) -> Pending[deploying.Deployment]:
+        """Serve a model under a name, without this client, until it is deleted: a base model, a policy (its
+        newest version), or the name of a version or checkpoint.
+
+        Waits until it answers, unless told otherwise. `options`: what kind of servers, and how many; default
+        as those that the policy was sampled from. Raises AlreadyExists where the name is taken, NotFound,
+        UnknownModel, and what is wrong with the weights.
+        """
+        return Pending.of(self.portal, deploying.create(self, model, name, options, wait=wait))
+
+    def deployment(self, name: str) -> Pending[deploying.Deployment]:
+        """The deployment of a name. NotFound."""
+        return Pending.of(self.portal, deploying.find(self, name))
+
+    def deployments(self) -> Pending[list[deploying.Deployment]]:
+        """What is served under a name, newest first."""
+        return Pending.of(self.portal, deploying.find_all(self))
+
+    def model(self, name: str) -> ServedModel:
+        """A model to talk to, by the name of a deployment, policy, version, checkpoint or base model."""
+        return ServedModel(self, name)
+
     def info(self) -> Pending[scheduler_service_pb2.GetClusterResponse]:
         """What the cluster has and may start."""
         return Pending.of(self.portal, self._info())
@@ -174,6 +207,11 @@ class Cluster:
             return await awaitable
 
         return self.portal.run(run())
+
+    @property
+    def api_key(self) -> str:
+        """The key of this connection, for other clients of the same cluster."""
+        return self.control.key or ""
 
     @property
     def address(self) -> str:
@@ -257,8 +295,8 @@ class Cluster:
     async def _create_policy(
         self, spec: job_pb2.Job, later: job_pb2.Job | None, wanted: "_NewPolicy"
     ) -> Policy:
-        job = await self._open_job(spec)
-        serving = job if later is None else OnDemand(partial(self._open_job, later))
+        job = await self.open_job(spec)
+        serving = job if later is None else OnDemand(partial(self.open_job, later))
         try:
             return await self._add_policy(job, serving, wanted)
         except BaseException:
@@ -267,7 +305,8 @@ class Cluster:
                 await job.cancel()
             raise
 
-    async def _open_job(self, spec: job_pb2.Job) -> Job:
+    async def open_job(self, spec: job_pb2.Job) -> Job:
+        """A job of this client, which ends with it."""
         job = await Job.create(self.control, spec, watcher=self._watcher)
         self._jobs.append(job)
         return job
@@ -310,6 +349,8 @@ class Cluster:
             await record.close()
         for policy in self._policies:
             await policy.shut()
+        for served in self.served:
+            await served.close()
         for job in self._jobs:
             # The lease ends what cannot be ended now.
             with contextlib.suppress(errors.OpenTinkerError):

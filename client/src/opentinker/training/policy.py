@@ -37,6 +37,7 @@ from opentinkerapi.trainer.v1 import operation_pb2
 
 if TYPE_CHECKING:
     from opentinker.connection.cluster import Cluster
+    from opentinker.serving.deployments import Deployment
     from opentinkerapi.runtime.render import ChatTokenizer
 
 
@@ -261,14 +262,15 @@ class Policy:
     def export(
         self, directory: str | Path, checkpoint: results.Checkpoint | str | None = None
     ) -> Pending[Path]:
-        """Write the newest published weights, or those of a checkpoint, into a new directory.
-
-        See `Cluster.export`.
-        """
+        """Write the newest published weights, or a checkpoint's, into a new directory: `Cluster.export`."""
         name = f"{self.name}/versions/{self.version}"
         if checkpoint is not None:
             name = checkpoint if isinstance(checkpoint, str) else checkpoint.name
         return self.cluster.export(name, directory)
+
+    def deploy(self, name: str, **options: Any) -> "Pending[Deployment]":
+        """Serve the newest published version under a name; see `Cluster.serve`."""
+        return self.cluster.serve(f"{self.name}/versions/{self.version}", name, **options)
 
     # --- sampling ---------------------------------------------------------------------------------------
 

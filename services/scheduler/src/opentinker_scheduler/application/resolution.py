@@ -37,7 +37,9 @@ class Resolution:
         self._jobs = jobs
 
     async def resolve(self, name: str, project: str) -> Resolved:
-        """The weights of a name and their servers. INVALID_STATE for a deployment that has failed."""
+        """The weights of a name and their servers. INVALID_STATE for a deployment that has failed
+        or is paused.
+        """
         resolved = await self._database.run(lambda tx: self._look(tx, name, project))
         if resolved.target.policy is not None or resolved.deployment:
             return resolved
@@ -58,9 +60,12 @@ class Resolution:
     def _deployed(self, tx: Transaction, seen: Seen) -> Resolved:
         deployment, job = seen.deployment, seen.job
         target = self._targets.find(tx, deployment.model, "name")
-        state = rules.state_of(job)
+        state, text = rules.state_of(job), ""
         if state is DeploymentState.FAILED:
             text = f"{deployment.name} has failed: {rules.why(job)}; promote it to start it again"
+        elif state is DeploymentState.PAUSED and job is not None:
+            text = f"{deployment.name} is paused: {rules.why(job)}; ResumeJob of {job.name} goes on"
+        if text:
             raise ServiceError(Reason.INVALID_STATE, text, metadata={"deployment": deployment.name})
         return Resolved(
             target,

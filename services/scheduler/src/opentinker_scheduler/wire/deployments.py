@@ -7,9 +7,9 @@ from opentinker_scheduler.domain.deployments import BASE, DeploymentState, state
 from opentinker_scheduler.domain.records import Target
 from opentinker_scheduler.wire.jobs import (
     read_options,
+    status_of,
     timestamp,
     write_endpoint,
-    write_failure,
     write_options,
     write_slot,
 )
@@ -17,6 +17,7 @@ from opentinkerapi.catalog.v1 import catalog_service_pb2 as pb
 from opentinkerapi.catalog.v1 import deployment_pb2
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.status import encode
 
 _STATES = {
     DeploymentState.STARTING: deployment_pb2.DEPLOYMENT_STATE_STARTING,
@@ -52,7 +53,7 @@ def write_deployment(seen: Seen) -> deployment_pb2.Deployment:
         project=deployment.project,
     )
     if job is not None and job.error is not None:
-        result.error.CopyFrom(write_failure(job.error))
+        result.error.CopyFrom(encode(status_of(job.error)))
     return result
 
 

@@ -7,7 +7,6 @@ from typing import TypeVar
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from google.rpc.status_pb2 import Status
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application import sessions
@@ -178,7 +177,7 @@ def write_job(job: Job) -> job_pb2.Job:
     if job.end_time is not None:
         result.end_time.FromDatetime(job.end_time)
     if job.error is not None:
-        result.error.CopyFrom(write_failure(job.error))
+        result.error.CopyFrom(encode(status_of(job.error)))
     return result
 
 
@@ -192,12 +191,10 @@ def write_slot(spec: SlotSpec) -> job_pb2.SlotSpec:
     )
 
 
-def write_failure(failure: Failure) -> Status:
+def status_of(failure: Failure) -> StatusData:
     # A driver's own failure has words but no reason of the catalogue.
     code = CATALOGUE[Reason(failure.reason)].code if failure.reason else grpc.StatusCode.ABORTED
-    return encode(
-        StatusData(code=code, message=failure.message, reason=failure.reason, metadata=failure.metadata)
-    )
+    return StatusData(code=code, message=failure.message, reason=failure.reason, metadata=failure.metadata)
 
 
 def write_endpoint(endpoint: JobEndpoint) -> job_pb2.Endpoint:

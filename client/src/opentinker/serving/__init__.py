@@ -1,0 +1,1 @@
+"""Models under names: deployments, and talking to whatever a name stands for."""
