@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.params import Completion, SamplingParams
+    from opentinker.sampling.support import Support
     from opentinker.serving.deployments import Deployment, deployments
+    from opentinker.serving.recorded import RecordedEpisode, record_episode
     from opentinker.serving.served import ServedModel
     from opentinker.supervised.held_out import HeldOut
     from opentinker.supervised.result import SftResult
@@ -106,7 +108,9 @@ _HOMES = {
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.params": ("Completion", "SamplingParams"),
+    "sampling.support": ("Support",),
     "serving.deployments": ("Deployment", "deployments"),
+    "serving.recorded": ("RecordedEpisode", "record_episode"),
     "serving.served": ("ServedModel",),
     "supervised.held_out": ("HeldOut",),
     "supervised.result": ("SftResult",),
@@ -197,6 +201,7 @@ __all__ = [
     "OpenTinkerError",
     "Overlong",
     "Policy",
+    "RecordedEpisode",
     "Registered",
     "Reward",
     "RewardStatus",
@@ -209,6 +214,7 @@ __all__ = [
     "ServerOptions",
     "SftResult",
     "StepResult",
+    "Support",
     "ToolCall",
     "TrainSample",
     "TrainSamples",
@@ -225,6 +231,7 @@ __all__ = [
     "fit_async",
     "kl",
     "off_policy",
+    "record_episode",
     "reference_losses",
     "rollouts",
     "run",

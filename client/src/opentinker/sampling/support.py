@@ -22,7 +22,9 @@ UNLISTED = -1
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The sets of n tokens."""
+    """The sets of n tokens. A row of prompt and completion has
+    `Support.joined([(len(prompt), completion.support)], len(row))`.
+    """
 
     sizes: Ints
     """[n]: ids of each token; 0: all of the vocabulary; -1: too many to be listed."""
