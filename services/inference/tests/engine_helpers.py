@@ -4,8 +4,11 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from opentinker_inference.domain.sampling import (
     Completion,
+    Delta,
     PromptScores,
     SampleDone,
     SampleJob,
@@ -22,11 +25,12 @@ def job(
     n: int = 1,
     weights: str = "",
     end: tuple[int, ...] = (),
+    stream: bool = False,
     **params: object,
 ) -> SampleJob:
     params.setdefault("max_tokens", 8)
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    return SampleJob(request_id, weights, tuple(prompt), tuple(range(n)), sampling, end)
+    return SampleJob(request_id, weights, tuple(prompt), tuple(range(n)), sampling, end, stream=stream)
 
 
 async def collect(engine: Engine, request: SampleJob) -> dict[int, Completion]:
@@ -42,6 +46,30 @@ async def collect(engine: Engine, request: SampleJob) -> dict[int, Completion]:
     assert done
     assert sorted(completions) == sorted(request.indices)
     return completions
+
+
+async def read_along(engine: Engine, request: SampleJob) -> dict[int, tuple[Completion, list[Delta]]]:
+    """Run a job that streams; what each completion said before it finished, and the whole. Each delta begins
+    where the one before it ended, and says what the completion then has there.
+    """
+    assert request.stream
+    deltas: dict[int, list[Delta]] = {index: [] for index in request.indices}
+    completions: dict[int, Completion] = {}
+    async for event in engine.sample(request):
+        if isinstance(event, Delta):
+            assert event.index not in completions
+            assert event.start == sum(len(delta.token_ids) for delta in deltas[event.index])
+            deltas[event.index].append(event)
+        elif isinstance(event, Completion):
+            completions[event.index] = event
+    for index, whole in completions.items():
+        for delta in deltas[index]:
+            place = slice(delta.start, delta.start + len(delta.token_ids))
+            assert delta.token_ids == whole.token_ids[place]
+            assert delta.logprobs == pytest.approx(whole.logprobs[place])
+            assert delta.top_ids == whole.top_ids[place]
+            assert len(delta.top_logprobs) == len(delta.top_ids)
+    return {index: (whole, deltas[index]) for index, whole in completions.items()}
 
 
 async def prompt_scores(engine: Engine, request: SampleJob) -> tuple[float, ...]:

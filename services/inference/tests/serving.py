@@ -41,6 +41,24 @@ class Reply:
         return {i: (c.token_ids, c.logprobs) for i, c in sorted(self.completions.items())}
 
 
+@dataclass
+class Streamed(Reply):
+    """Everything one StreamSample answered."""
+
+    deltas: list[sampling_pb2.CompletionDelta] = field(default_factory=list)
+
+    def joined(self, index: int = 0) -> sampling_pb2.CompletionDelta:
+        """The deltas of one completion as one."""
+        own = [delta for delta in self.deltas if delta.index == index]
+        return sampling_pb2.CompletionDelta(
+            index=index,
+            token_ids=b"".join(delta.token_ids for delta in own),
+            logprobs=b"".join(delta.logprobs for delta in own),
+            text="".join(delta.text for delta in own),
+            version_spans=[span for delta in own for span in delta.version_spans],
+        )
+
+
 class Client:
     """The stub with typed errors, and requests in short."""
 
@@ -103,6 +121,32 @@ class Client:
                     reply.completions[response.completion.index] = response.completion
                     reply.engine_s = response.engine_time.ToNanoseconds() / 1e9
                 elif kind == "prompt_logprobs":
+                    reply.prompt_logprobs = unpack_floats(response.prompt_logprobs.logprobs).tolist()
+                else:
+                    reply.keep_alives += 1
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return reply
+
+    async def stream(self, request: pb.SampleRequest, timeout_s: float | None = None) -> Streamed:
+        """Read a StreamSample to its end; a completion may come only after its last delta."""
+        reply = Streamed()
+        try:
+            call = self.stub.StreamSample(pb.StreamSampleRequest(sample=request), timeout=timeout_s)
+            async for response in call:
+                kind = response.WhichOneof("event")
+                if kind == "started":
+                    reply.started.CopyFrom(response.started)
+                elif kind == "delta":
+                    assert response.delta.index not in reply.completions
+                    assert response.delta.token_ids or response.delta.text
+                    reply.deltas.append(response.delta)
+                elif kind == "completion":
+                    assert response.completion.index not in reply.completions
+                    reply.completions[response.completion.index] = response.completion
+                    reply.engine_s = response.engine_time.ToNanoseconds() / 1e9
+                elif kind == "prompt_logprobs":
+                    assert not reply.deltas
                     reply.prompt_logprobs = unpack_floats(response.prompt_logprobs.logprobs).tolist()
                 else:
                     reply.keep_alives += 1

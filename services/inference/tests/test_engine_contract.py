@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from services.inference.tests.adapters_for_tests import write_adapter
 from services.inference.tests.engine_helpers import PROMPT, collect, job, prompt_scores, reference_logprobs
+from services.inference.tests.running import Running, bytes_of, token_of
+from services.inference.tests.sampling_contract import SamplingContract
 
-from opentinker_inference.domain.sampling import EngineInfo, SampleJob, StopReason
+from opentinker_inference.domain.sampling import SampleJob, StopReason
 from opentinker_inference.engine.transformers_engine import TransformersEngine
-from opentinker_inference.ports import Engine, EngineConfig, Weights
+from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.testing.models import build_tiny_qwen3
 from opentinkerapi.runtime.reasons import Reason
@@ -22,29 +23,7 @@ from opentinkerapi.runtime.reasons import Reason
 CONTEXT = 256
 
 
-class Running:
-    """An engine that has started, and what it was started on."""
-
-    def __init__(self, engine: Engine, info: EngineInfo, model_dir: Path, work_dir: Path) -> None:
-        self.engine = engine
-        self.info = info
-        self.model_dir = model_dir
-        self.work_dir = work_dir
-
-    async def load(self, key: str, **adapter: object) -> Path:
-        path = self.work_dir / key
-        if not path.exists():
-            write_adapter(path, self.model_dir, **adapter)  # type: ignore[arg-type]
-        rank = int(adapter.get("rank", 4))  # type: ignore[call-overload]
-        await self.engine.load(Weights(key, path, rank))
-        return path
-
-    async def base(self) -> None:
-        """Make the base model the one that answers, where only one can be resident."""
-        await self.engine.load(Weights("", None))
-
-
-class EngineContract:
+class EngineContract(SamplingContract):
     """What every engine promises."""
 
     tolerance = 1e-4
@@ -266,24 +245,6 @@ class EngineContract:
         assert len((await collect(running.engine, job("next")))[0].token_ids) == 8
 
 
-def bytes_of(ids: tuple[int, ...]) -> str:
-    return "".join(_ALPHABET[i] if i < 256 else "?" for i in ids)
-
-
-def token_of(char: str) -> int:
-    return _ALPHABET.index(char)
-
-
-def _byte_alphabet() -> str:
-    from tokenizers import pre_tokenizers
-
-    return "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
-
-
-_ALPHABET = _byte_alphabet()
-"""The tiny model's vocabulary: token i is character i of the byte-level alphabet."""
-
-
 @pytest.fixture(params=["adapter", "merged"], scope="module")
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -304,3 +265,29 @@ class TestTransformersEngine(EngineContract):
         assert info.serving_mode == mode
         yield Running(engine, info, tiny_model_dir, tmp_path)
         await engine.close()
+
+    async def test_n_completions_share_one_prefill(
+        self, running: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await running.base()
+        assert isinstance(running.engine, TransformersEngine)
+        model, run = running.engine._model, []
+        prefill = model.prefill
+
+        def counted(key: str, prompt: tuple[int, ...], *args: object) -> object:
+            run.append(prompt)
+            return prefill(key, prompt, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(model, "prefill", counted)
+        prompts = [tuple(range(start, start + 40)) for start in (1, 2, 3)]
+        await asyncio.gather(
+            *(collect(running.engine, job(f"g{i}", prompt, n=8)) for i, prompt in enumerate(prompts))
+        )
+        assert sorted(run) == sorted(prompts)
+
+    async def test_raw_logprobs(self, running: Running) -> None:
+        await running.base()
+        request = job(seed=5, temperature=0.5, top_k=5, raw_logprobs=True, repetition_penalty=2.0)
+        got = (await collect(running.engine, request))[0]
+        want = reference_logprobs(running.model_dir, None, PROMPT, got.token_ids)
+        assert got.raw_logprobs == pytest.approx(want, abs=self.tolerance)

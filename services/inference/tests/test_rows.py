@@ -80,3 +80,40 @@ def test_bad_word_of_two_tokens() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
     sampler = RowSampler(SamplingParams(temperature=0.0), 0, (), [(0, 0)])
     assert [sampler.pick(logits).token_id for _ in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, (0, ())),
+        ({"top_k": 5}, (0, ())),  # the whole vocabulary: nothing is cut off
+        ({"top_k": 2}, (2, (0, 1))),
+        ({"top_p": 0.8}, (3, (0, 1, 2))),
+        ({"min_p": 0.3}, (2, (0, 1))),
+        ({"top_p": 0.8, "temperature": 0.0}, (0, ())),  # its logprob is of all tokens
+    ],
+)
+def test_the_support_is_what_can_be_drawn(
+    options: dict[str, float], want: tuple[int, tuple[int, ...]]
+) -> None:
+    params = SamplingParams(return_support=True, **options)  # type: ignore[arg-type]
+    for seed in range(20):
+        pick = RowSampler(params, seed, (), ()).pick(LOGITS)
+        assert (pick.support_size, pick.support) == want
+        assert not want[0] or pick.token_id in pick.support
+
+
+def test_a_support_that_is_too_large_is_not_listed() -> None:
+    params = SamplingParams(return_support=True, top_p=0.999)
+    pick = RowSampler(params, 0, (), ()).pick(torch.linspace(0, 1, 1000))
+    assert (pick.support_size, pick.support) == (-1, ())
+
+
+def test_raw_logprobs_are_before_everything_else() -> None:
+    params = SamplingParams(
+        raw_logprobs=True, temperature=0.5, top_k=1, logit_bias=((3, 50.0),), repetition_penalty=2.0
+    )
+    pick = RowSampler(params, 0, (3,), ()).pick(LOGITS)
+    assert pick.token_id == 3
+    assert pick.logprob == 0.0
+    assert pick.raw_logprob == pytest.approx(float(LOGITS[3]), abs=1e-6)

@@ -175,6 +175,8 @@ async def test_every_field_reaches_the_engine_or_is_refused_by_name(client: Clie
         "ignore_eos": True,
         "include_stop_in_output": True,
         "return_support": True,
+        "json_schema": "{}",
+        "raw_logprobs": True,
     }
     fields = [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields]
     assert sorted(changes) == sorted(fields)
@@ -191,6 +193,10 @@ async def test_every_field_reaches_the_engine_or_is_refused_by_name(client: Clie
             assert reply.completions[0].HasField("top_token_ids")
         elif name == "prompt_logprobs":
             assert len(reply.prompt_logprobs) == len(PROMPT)
+        elif name == "raw_logprobs":
+            assert len(reply.completions[0].raw_logprobs) == len(reply.completions[0].logprobs)
+        elif name == "return_support":
+            assert unpack_ids(reply.completions[0].support_sizes) == [0] * 24
         elif name == "ignore_eos":
             await _ignore_eos_is_honoured(client)
         elif name == "include_stop_in_output":

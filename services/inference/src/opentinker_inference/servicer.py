@@ -6,8 +6,7 @@ import grpc.aio
 
 from opentinker_inference import wire
 from opentinker_inference.adapters.tokenizer import ModelTokenizer
-from opentinker_inference.domain.requests import SampleCall
-from opentinker_inference.domain.sampling import Completion, PromptScores, cut_at_stop
+from opentinker_inference.answers import Answers
 from opentinker_inference.domain.service import InferenceDomain
 from opentinker_inference.prompts import PromptReader
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
@@ -18,6 +17,7 @@ from opentinkerapi.runtime.tensors import pack_floats, pack_ids
 SERVICE = "opentinkerapi.inference.v1.InferenceService"
 METHODS = (
     "Sample",
+    "StreamSample",
     "ScoreTokens",
     "CancelSample",
     "AckCompletions",
@@ -56,28 +56,14 @@ class InferenceServicer(InferenceServiceServicer):
     async def Sample(  # type: ignore[override]
         self, request: pb.SampleRequest, context: Context
     ) -> AsyncIterator[pb.SampleResponse]:
-        self._domain.check_attempt(request.attempt)
-        prompt = await self._prompts.read(request.prompt, "prompt")
-        call = self._domain.submit(wire.sample_spec(request, prompt))
-        yield self._started(call)
-        # The last completion carries the engine's time, which is known when the request ends.
-        held: pb.SampleResponse | None = None
-        async for event in call.follow(self._keep_alive_s):
-            if event is None:
-                yield self._keep_alive()
-            elif isinstance(event, PromptScores):
-                scores = pb.PromptLogprobs(logprobs=pack_floats(event.logprobs))
-                yield pb.SampleResponse(prompt_logprobs=scores)
-            elif isinstance(event, Completion):
-                if held is not None:
-                    yield held
-                held = pb.SampleResponse(completion=self._finished(call, event))
-                if call.missing:
-                    yield held
-                    held = None
-            elif held is not None:
-                held.engine_time.CopyFrom(wire.duration(event.engine_s))
-                yield held
+        async for response in (await self._answers(request, context)).whole():
+            yield response
+
+    async def StreamSample(  # type: ignore[override]
+        self, request: pb.StreamSampleRequest, context: Context
+    ) -> AsyncIterator[pb.StreamSampleResponse]:
+        async for response in (await self._answers(request.sample, context, stream=True)).streamed():
+            yield response
 
     async def ScoreTokens(  # type: ignore[override]
         self, request: pb.ScoreTokensRequest, context: Context
@@ -179,26 +165,15 @@ class InferenceServicer(InferenceServiceServicer):
             methods=METHODS,
             tokenizer_digest=self._tokenizer.files.digest,
             end_token_ids=self._domain.end_token_ids,
-            raw_logprobs=False,
+            raw_logprobs="raw_logprobs" in info.sampling_fields,
             images=info.images,
             swap_policies=_SWAP_POLICIES if info.continues else (),
         )
 
-    def _started(self, call: SampleCall) -> pb.SampleResponse:
-        effective = sampling_pb2.EffectiveParams(
-            params=wire.sampling_params_pb(call.params),
-            prompt_tokens=len(call.spec.prompt),
-            cached_prompt_tokens=call.cached_prompt_tokens,
+    async def _answers(self, request: pb.SampleRequest, context: Context, *, stream: bool = False) -> Answers:
+        self._domain.check_attempt(request.attempt)
+        prompt = await self._prompts.read(request.prompt, "prompt")
+        call = self._domain.submit(
+            wire.sample_spec(request, prompt, stream=stream), within_s=context.time_remaining()
         )
-        return pb.SampleResponse(started=effective)
-
-    def _keep_alive(self) -> pb.SampleResponse:
-        return pb.SampleResponse(keep_alive=pb.KeepAlive(queued=self._domain.queued()))
-
-    def _finished(self, call: SampleCall, completion: Completion) -> sampling_pb2.Completion:
-        text = cut_at_stop(
-            self._tokenizer.text(completion.token_ids),
-            completion.matched_stop,
-            call.params.include_stop_in_output,
-        )
-        return wire.finished_pb(completion, text, call.params.seed + completion.index, call.spec.model)
+        return Answers(call, self._tokenizer, self._keep_alive_s, self._domain.queued)

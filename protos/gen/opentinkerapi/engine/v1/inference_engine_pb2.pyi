@@ -214,6 +214,7 @@ class EngineSampleRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     MAY_CONTINUE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among what runs."""
@@ -221,6 +222,8 @@ class EngineSampleRequest(_message.Message):
     """Key of loaded weights; "" for the base model."""
     prompt_token_ids: _builtins.bytes
     """Packed little-endian int32."""
+    stream: _builtins.bool
+    """Whether to say what is sampled as it is sampled."""
     may_continue: _builtins.bool
     """Whether it may be sampled under weights that replace those it names."""
     @_builtins.property
@@ -249,11 +252,12 @@ class EngineSampleRequest(_message.Message):
         params: _sampling_pb2.SamplingParams | None = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         images: _abc.Iterable[Global___EngineImage] | None = ...,
+        stream: _builtins.bool = ...,
         may_continue: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "images", b"images", "indices", b"indices", "may_continue", b"may_continue", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "images", b"images", "indices", b"indices", "may_continue", b"may_continue", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "stream", b"stream", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from opentinker_inference import wire
+from opentinker_inference import wire, wire_engine
 from opentinker_inference.domain.sampling import EngineInfo, SampleEvent, SampleJob, ScoreJob
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
@@ -89,25 +89,30 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 response = await self._process.call(
-                    "Start", wire.start_pb(self._config), engine_pb2.StartEngineResponse
+                    "Start", wire_engine.start_pb(self._config), engine_pb2.StartEngineResponse
                 )
         except TimeoutError:
             text = f"the engine did not start within {self._start_timeout_s:.0f} s"
             raise ServiceError(Reason.ENGINE_CRASHED, text) from None
-        return wire.engine_info(response)
+        return wire_engine.engine_info(response)
 
     async def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
-        responses = self._process.stream("Sample", wire.job_pb(job), engine_pb2.EngineSampleResponse)
+        responses = self._process.stream("Sample", wire_engine.job_pb(job), engine_pb2.EngineSampleResponse)
+        read: dict[int, int] = {}
         async with contextlib.aclosing(responses) as stream:  # type: ignore[type-var]
             async for response in stream:
-                yield wire.sample_event(response)
+                yield wire_engine.sample_event(response, read)
 
     async def score(self, job: ScoreJob) -> list[list[float]]:
-        response = await self._process.call("Score", wire.score_pb(job), engine_pb2.EngineScoreResponse)
+        response = await self._process.call(
+            "Score", wire_engine.score_pb(job), engine_pb2.EngineScoreResponse
+        )
         return [unpack_floats(one).tolist() for one in response.logprobs]
 
     async def load(self, weights: Weights) -> float:
-        response = await self._process.call("Load", wire.weights_pb(weights), engine_pb2.LoadWeightsResponse)
+        response = await self._process.call(
+            "Load", wire_engine.weights_pb(weights), engine_pb2.LoadWeightsResponse
+        )
         return wire.seconds(response.load_time)
 
     async def unload(self, key: str) -> None:

@@ -1,7 +1,8 @@
 """The base model's tokenizer files, for callers by digest and for rendering here."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from opentinker_kit.models import tokenizer_files
 from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.render import ChatTokenizer, RenderError
+
+_APPENDING = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+"""Decoders whose text only grows at its end. Others (WordPiece) tidy up what they wrote before."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class ModelTokenizer:
@@ -20,6 +25,14 @@ class ModelTokenizer:
         self.files = TokenizerFiles(contents)
         self._chat = ChatTokenizer(contents) if "tokenizer.json" in contents else None
         self.end_token_ids = self._chat.eos_ids if self._chat else _end_ids(contents)
+        described = json.loads(contents.get("tokenizer.json", b"{}"))
+        decoders = list(_decoders(described.get("decoder")))
+        self.appends = all(_appends(decoder) for decoder in decoders)
+        """Whether text only grows at its end (`streamed_text`)."""
+        added = described.get("added_tokens") or []
+        self._special = frozenset(int(token["id"]) for token in added if token.get("special"))
+        falls_back = any(decoder.get("type") == "ByteFallback" for decoder in decoders)
+        self._bytes = _byte_ids(described) if falls_back else frozenset()
 
     def render(
         self,
@@ -43,6 +56,13 @@ class ModelTokenizer:
         """Text of a completion; empty where the model has no tokenizer."""
         return self._chat.decode(ids) if self._chat else ""
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def is_open(self, token_id: int) -> bool:
+        """Whether it is a byte of a run that is decoded as a whole."""
+        return token_id in self._bytes
+
     def _needed(self) -> ChatTokenizer:
         if self._chat is None:
             raise ServiceError(Reason.TOKENIZER_NOT_FOUND, "this model has no tokenizer.json")
@@ -55,3 +75,24 @@ def _end_ids(contents: Mapping[str, bytes]) -> tuple[int, ...]:
         if value is not None:
             return tuple(value) if isinstance(value, list) else (int(value),)
     return ()
+
+
+def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if decoder is None:
+        return
+    if decoder.get("type") == "Sequence":
+        for one in decoder.get("decoders") or []:
+            yield from _decoders(one)
+    else:
+        yield decoder
+
+
+def _appends(decoder: dict[str, Any]) -> bool:
+    return decoder.get("type") in _APPENDING and not decoder.get("stop")
+
+
+def _byte_ids(described: dict[str, Any]) -> frozenset[int]:
+    vocabulary = described.get("model", {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: [text, score]
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    return frozenset(index for text, index in vocabulary.items() if _BYTE.fullmatch(text))

@@ -5,7 +5,9 @@ the engine children speak in these types.
 """
 
 import dataclasses
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,6 +20,15 @@ MAX_COMPLETIONS = 256
 MAX_TOP_LOGPROBS = 256
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
+MAX_WORD_CHARACTERS = 1024
+"""Of a stop string or a bad word."""
+MAX_SCHEMA_CHARACTERS = 64 * 1024
+MAX_TOP_ENTRIES = 2**19
+"""Of a completion's table of top logprobs: what a tensor carries inline."""
+MAX_SUPPORT = 256
+"""Ids listed at one place of a completion."""
+MAX_SUPPORT_ENTRIES = 2**21
+"""Ids listed in one completion; from there on places say that theirs are not listed."""
 MAX_SEED = 2**63 - 1
 """Seeds are uint64 on the wire; engines take a signed one, so larger ones are refused, not wrapped."""
 
@@ -56,6 +67,8 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     return_support: bool = False
+    json_schema: str = ""
+    raw_logprobs: bool = False
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
@@ -80,6 +93,8 @@ class SampleJob:
     """Of the prompt."""
     may_continue: bool = False
     """Whether other weights of the same policy may replace those it names while it runs."""
+    stream: bool = False
+    """Whether Deltas are wanted."""
 
     def stops_at(self) -> frozenset[int]:
         """Every token id that ends a completion."""
@@ -99,7 +114,11 @@ class SampleJob:
 class Completion:
     """One sampled sequence. `logprobs` has the length of `token_ids` and is of the distribution sampled
     from: after penalties, bias, temperature, min-p, top-k and top-p; at temperature 0 of that at
-    temperature 1. `top_ids` and `top_logprobs` are [tokens][k] where asked for.
+    temperature 1. `top_ids` and `top_logprobs` are [tokens][k] where asked for, `raw_logprobs` [tokens].
+
+    `support_sizes` [tokens], where asked for, says how many ids could be sampled at each place after min-p,
+    top-k and top-p: 0 where nothing was cut off, -1 where they are not listed, otherwise as many stand in
+    `support_ids`, the sampled one among them.
     """
 
     index: int
@@ -111,6 +130,21 @@ class Completion:
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     """Of a job that may continue: which version sampled which tokens. Otherwise () for the one it names."""
+    support_sizes: tuple[int, ...] = ()
+    support_ids: tuple[int, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens of a completion from `start` on, before it has finished; its last ones come with it."""
+
+    index: int
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +162,7 @@ class SampleDone:
     cached_prompt_tokens: int = 0
 
 
-SampleEvent = Completion | PromptScores | SampleDone
+SampleEvent = Completion | Delta | PromptScores | SampleDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +204,21 @@ def not_finite(weights: str) -> ServiceError:
     return ServiceError(Reason.INVALID_WEIGHTS, f"{name} gave logprobs that are not finite")
 
 
+def support_table(
+    places: Iterable[tuple[int, tuple[int, ...]]], max_entries: int = MAX_SUPPORT_ENTRIES
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`Completion.support_sizes` and `support_ids` of what each place says; what no longer fits is not
+    listed.
+    """
+    sizes: list[int] = []
+    ids: list[int] = []
+    for size, support in places:
+        fits = len(ids) + len(support) <= max_entries
+        sizes.append(size if fits else -1)
+        ids += support if fits else ()
+    return tuple(sizes), tuple(ids)
+
+
 def cut_at_stop(text: str, matched_stop: str, include_stop: bool) -> str:
     """Decoded text of a completion without the stop string that ended it, and what came with its tokens."""
     at = text.find(matched_stop) if matched_stop else -1
@@ -195,6 +244,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     want(_finite(p.min_p) and 0 <= p.min_p <= 1, "min_p", "in [0, 1]; 0 is off")
     want(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
     want(all(p.stop), "stop", "without empty strings")
+    want(_short(p.stop), "stop", f"strings of at most {MAX_WORD_CHARACTERS} characters")
     want(_in_vocab(p.stop_token_ids, vocab_size), "stop_token_ids", f"in [0, {vocab_size})")
     want(0 <= p.seed <= MAX_SEED - MAX_COMPLETIONS, "seed", f"at most {MAX_SEED - MAX_COMPLETIONS}")
     for name in ("presence_penalty", "frequency_penalty"):
@@ -203,9 +253,17 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     want(_finite(p.repetition_penalty) and p.repetition_penalty > 0, "repetition_penalty", "above 0")
     want(len(p.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
     want(all(word.strip() for word in p.bad_words), "bad_words", "without empty words")
+    want(_short(p.bad_words), "bad_words", f"words of at most {MAX_WORD_CHARACTERS} characters")
     want(_in_vocab([t for t, _ in p.logit_bias], vocab_size), "logit_bias", f"for ids in [0, {vocab_size})")
     want(all(_finite(b) and -100 <= b <= 100 for _, b in p.logit_bias), "logit_bias", "in [-100, 100]")
     want(0 <= p.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"in [0, {MAX_TOP_LOGPROBS}]")
+    fits = p.max_tokens * p.top_logprobs <= MAX_TOP_ENTRIES
+    want(fits, "top_logprobs", f"at most {MAX_TOP_ENTRIES} together with max_tokens ({p.max_tokens} tokens)")
+    short = len(p.json_schema) <= MAX_SCHEMA_CHARACTERS
+    want(short, "json_schema", f"a schema of at most {MAX_SCHEMA_CHARACTERS} characters")
+    ends = not (p.json_schema and p.ignore_eos)
+    want(ends, "json_schema", "without ignore_eos: where the text is complete, only an end token can follow")
+    want(not short or _is_schema(p.json_schema), "json_schema", "a JSON schema (an object, as JSON text)")
     if bad:
         text = "; ".join(message for _, message in bad)
         raise ServiceError(Reason.INVALID_FIELD, text, violations=bad)
@@ -253,6 +311,18 @@ def fit_to_context(params: SamplingParams, prompt_tokens: int, context_tokens: i
 
 def _finite(value: float) -> bool:
     return math.isfinite(value)
+
+
+def _short(words: tuple[str, ...]) -> bool:
+    return all(len(word) <= MAX_WORD_CHARACTERS for word in words)
+
+
+def _is_schema(text: str) -> bool:
+    """Whether there is none, or one that is JSON; what it says is for the engine to judge."""
+    try:
+        return not text or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _in_vocab(ids: "list[int] | tuple[int, ...]", vocab_size: int) -> bool:

@@ -83,16 +83,22 @@ class InferenceDomain:
 
     # Sampling
 
-    def submit(self, spec: SampleSpec) -> SampleCall:
-        """Join the request of this id, or begin it. Raises for everything that is wrong with it."""
+    def submit(self, spec: SampleSpec, within_s: float | None = None) -> SampleCall:
+        """Join the request of this id, or begin it. Raises for everything that is wrong with it.
+
+        `within_s` is how long the caller waits; when nobody waits any more, the request ends.
+        """
         call = self.book.find(spec)
         if call is not None and (not call.finished or call.error is None):
+            call.wait_for(within_s)
             return call
         self._check_open()
         if call is not None:
             call.restart()
         else:
             call = self.book.open(spec, self._effective(spec))
+        call.stream = call.stream or spec.stream
+        call.wait_for(within_s)
         call.task = asyncio.create_task(self._run(call), name=f"sample {spec.request_id}")
         return call
 
@@ -253,12 +259,13 @@ class InferenceDomain:
     async def _run(self, call: SampleCall) -> None:
         error: ServiceError | None = None
         try:
-            for tries in range(_TRIES):
-                try:
-                    await self._run_once(call)
-                    break
-                except ServiceError as failure:
-                    _raise_unless_again(failure, tries)
+            async with call.limited():
+                for tries in range(_TRIES):
+                    try:
+                        await self._run_once(call)
+                        break
+                    except ServiceError as failure:
+                        _raise_unless_again(failure, tries)
         except ServiceError as failure:
             error = failure
         except asyncio.CancelledError:
@@ -285,6 +292,7 @@ class InferenceDomain:
                 end_token_ids=self.end_token_ids,
                 images=call.spec.images,
                 may_continue=call.spec.may_continue,
+                stream=call.stream,
             )
             async for event in self._engine.sample(job):
                 call.add(event)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from opentinker_inference import wire
+from opentinker_inference import wire, wire_engine
 from opentinker_inference.ports import Engine, EngineConfig
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import EngineServer, Handler
@@ -64,24 +64,24 @@ class Child:
         }
 
     async def start(self, request: engine_pb2.StartEngineRequest) -> engine_pb2.StartEngineResponse:
-        self._engine = build_engine(wire.engine_config(request))
-        return wire.engine_info_pb(await self._engine.start())
+        self._engine = build_engine(wire_engine.engine_config(request))
+        return wire_engine.engine_info_pb(await self._engine.start())
 
     async def sample(
         self, request: engine_pb2.EngineSampleRequest
     ) -> AsyncIterator[engine_pb2.EngineSampleResponse]:
         async with self._ending_on_crash():
-            async for event in self._started().sample(wire.sample_job(request)):
-                yield wire.event_pb(event)
+            async for event in self._started().sample(wire_engine.sample_job(request)):
+                yield wire_engine.event_pb(event)
 
     async def score(self, request: engine_pb2.EngineScoreRequest) -> engine_pb2.EngineScoreResponse:
         async with self._ending_on_crash():
-            scores = await self._started().score(wire.score_job(request))
+            scores = await self._started().score(wire_engine.score_job(request))
         return engine_pb2.EngineScoreResponse(logprobs=[pack_floats(one) for one in scores])
 
     async def load(self, request: engine_pb2.LoadWeightsRequest) -> engine_pb2.LoadWeightsResponse:
         async with self._ending_on_crash():
-            elapsed = await self._started().load(wire.weights(request))
+            elapsed = await self._started().load(wire_engine.weights(request))
         return engine_pb2.LoadWeightsResponse(load_time=wire.duration(elapsed))
 
     async def unload(self, request: engine_pb2.UnloadWeightsRequest) -> engine_pb2.UnloadWeightsResponse:

@@ -17,12 +17,14 @@ import torch
 
 from opentinker_inference.domain.sampling import (
     Completion,
+    Delta,
     PromptScores,
     SampleDone,
     SampleEvent,
     SampleJob,
     StopReason,
     not_finite,
+    support_table,
 )
 from opentinker_inference.engine.kv import FIRST_ROWS, Slab, capacity_for
 from opentinker_inference.engine.model import DeterministicModel
@@ -251,6 +253,8 @@ class Batcher:
         elif reason is None and len(row.ids) >= job.params.max_tokens:
             reason = StopReason.LENGTH
         if reason is None:
+            if job.stream:
+                events.append((job.request_id, _delta(row)))
             return False
         events.append((job.request_id, _completion(row, reason, matched)))
         row.owner.left -= 1
@@ -261,13 +265,25 @@ class Batcher:
         return True
 
 
+def _delta(row: _Row) -> Delta:
+    """The row's newest token."""
+    pick = row.picks[-1]
+    tops = ((pick.top_ids,), (pick.top_logprobs,)) if pick.top_ids else ((), ())
+    return Delta(row.index, len(row.ids) - 1, (pick.token_id,), (pick.logprob,), *tops)
+
+
 def _completion(row: _Row, reason: StopReason, matched: str) -> Completion:
+    params, picks = row.owner.job.params, row.picks
+    sizes, support = support_table((pick.support_size, pick.support) for pick in picks)
     return Completion(
         index=row.index,
         token_ids=tuple(row.ids),
-        logprobs=tuple(pick.logprob for pick in row.picks),
+        logprobs=tuple(pick.logprob for pick in picks),
         stop_reason=reason,
         matched_stop=matched,
-        top_ids=tuple(pick.top_ids for pick in row.picks) if row.picks[0].top_ids else (),
-        top_logprobs=tuple(pick.top_logprobs for pick in row.picks) if row.picks[0].top_ids else (),
+        top_ids=tuple(pick.top_ids for pick in picks) if params.top_logprobs else (),
+        top_logprobs=tuple(pick.top_logprobs for pick in picks) if params.top_logprobs else (),
+        support_sizes=sizes if params.return_support else (),
+        support_ids=support,
+        raw_logprobs=tuple(pick.raw_logprob for pick in picks) if params.raw_logprobs else (),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from opentinker_inference.domain.sampling import (
     FIELDS,
     Completion,
+    Delta,
     EngineInfo,
     PromptScores,
     SampleDone,
@@ -60,7 +61,11 @@ class NoopEngine:
         if job.params.prompt_logprobs:
             yield PromptScores((float("nan"), *[_LOGPROB] * (len(job.prompt) - 1)))
         for index in job.indices:
-            yield self._completion(job, index)
+            completion = self._completion(job, index)
+            for at in range(len(completion.token_ids) - 1 if job.stream else 0):
+                yield Delta(index, at, completion.token_ids[at : at + 1], (_LOGPROB,))
+                await asyncio.sleep(0)
+            yield completion
         yield SampleDone(time.monotonic() - started)
 
     async def score(self, job: ScoreJob) -> list[list[float]]:

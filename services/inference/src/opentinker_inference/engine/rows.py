@@ -6,6 +6,7 @@ The draw is a pure function of (seed, step): no generator state survives a step,
 Order, the same as vLLM's: logit bias, bad words, penalties; temperature; min-p; top-k and top-p.
 """
 
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -13,19 +14,23 @@ from dataclasses import dataclass
 
 import torch
 
-from opentinker_inference.domain.sampling import SamplingParams
-
-MAX_SUPPORT = 256
+from opentinker_inference.domain.sampling import MAX_SUPPORT, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A sampled token, its logprob under the distribution it was drawn from, and the likeliest tokens."""
+    """A sampled token, its logprob under the distribution it was drawn from, and what else was asked for.
+
+    `support_size` is 0 where nothing was cut off, -1 where the ids that could be drawn are too many to list.
+    """
 
     token_id: int
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    support_size: int = 0
+    support: tuple[int, ...] = ()
+    raw_logprob: float = 0.0
 
 
 class RowSampler:
@@ -50,18 +55,28 @@ class RowSampler:
         """Sample from `logits` [V]; the tensor is not changed."""
         params = self._params
         row = self._adjusted(logits.to(torch.float32))
+        size = 0
+        support: tuple[int, ...] = ()
         if params.temperature == 0.0:
             logprobs = torch.log_softmax(row, dim=-1)
             token = int(torch.argmax(row))
         else:
-            row = truncate(row / params.temperature, params.min_p, params.top_k, params.top_p)
+            scaled = row / params.temperature
+            row = truncate(scaled, params.min_p, params.top_k, params.top_p)
             logprobs = torch.log_softmax(row, dim=-1)
             token = draw(logprobs, uniform(self._seed, len(self._generated)))
+            if params.return_support:
+                size, support = _support(scaled, row)
         self._generated.append(token)
-        if params.top_logprobs == 0:
-            return Pick(token, float(logprobs[token]))
-        top = torch.topk(logprobs, min(params.top_logprobs, logprobs.numel()))
-        return Pick(token, float(logprobs[token]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
+        pick = Pick(token, float(logprobs[token]), support_size=size, support=support)
+        if params.raw_logprobs:
+            raw = torch.log_softmax(logits.to(torch.float32), dim=-1)
+            pick = dataclasses.replace(pick, raw_logprob=float(raw[token]))
+        if params.top_logprobs:
+            top = torch.topk(logprobs, min(params.top_logprobs, logprobs.numel()))
+            ids, values = tuple(top.indices.tolist()), tuple(top.values.tolist())
+            pick = dataclasses.replace(pick, top_ids=ids, top_logprobs=values)
+        return pick
 
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         params = self._params
@@ -104,6 +119,16 @@ def truncate(row: torch.Tensor, min_p: float, top_k: int, top_p: float) -> torch
         drop[0] = False
         row = row.index_fill(0, index[drop], -torch.inf)
     return row
+
+
+def _support(scaled: torch.Tensor, kept: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """How many ids can be drawn, as `Completion.support_sizes` says it, and which."""
+    ids = torch.isfinite(kept).nonzero()[:, 0]
+    if ids.numel() == int(torch.isfinite(scaled).sum()):
+        return 0, ()
+    if ids.numel() > MAX_SUPPORT:
+        return -1, ()
+    return ids.numel(), tuple(ids.tolist())
 
 
 def draw(logprobs: torch.Tensor, u: float) -> int:

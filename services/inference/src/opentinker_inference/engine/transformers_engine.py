@@ -34,7 +34,7 @@ _DEFAULT_ROWS = 64
 _DEFAULT_CACHE_BYTES = 4 << 30
 _DEFAULT_VERSIONS = 8
 _TOY_BYTES = 32 << 20
-_UNSUPPORTED = {"return_support"}
+_UNSUPPORTED = {"json_schema"}
 
 T = TypeVar("T")
 

@@ -46,7 +46,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _DEFAULT_ROWS = 256
 _DEFAULT_VERSIONS = 8
 _LIVE_IN_A_BATCH = 4
-_UNSUPPORTED = {"return_support"}
+_UNSUPPORTED = {"json_schema", "raw_logprobs", "return_support"}
 
 
 class VllmEngine:
