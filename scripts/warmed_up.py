@@ -17,12 +17,14 @@ MODEL = "smollm2-135m-instruct"
 SEEDS = (0, 1, 2)
 GAIN = 0.25
 """What the held-out score must rise by."""
-RANGE = {"min": 2, "max": 20}
-CHATS = 320
+RANGE = {"min": 1, "max": 9}
+CHATS = 160
 EVASIVE = 6
 """So many of ten chats do not answer."""
 EVASION = "I am not sure."
 EDGE_STEPS = 5
+ANSWERS = 4
+"""To each held-out problem."""
 SAMPLING = ot.SamplingParams(temperature=1.0, max_tokens=8)
 
 _PROBLEM = re.compile(r"What is (\d+) ([+-]) (\d+)\?")
@@ -87,7 +89,7 @@ def learn(
             steps=steps,
             learning_rate=rate,
             sampling=SAMPLING,
-            evaluation=ot.Evaluation(),
+            evaluation=ot.Evaluation(samples=ANSWERS),
             seed=seed,
             run_dir=folder / f"run-{seed}",
             progress=True,
