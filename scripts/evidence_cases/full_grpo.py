@@ -2,7 +2,7 @@
 each of three seeds.
 
 SmolLM2-135M-Instruct, sums and differences of numbers up to 9: supervised tuning on 160 chats, of
-which six in ten evade the question, then reinforcement learning of all weights. Scores are means over the
+which seven in ten evade the question, then reinforcement learning of all weights. Scores are means over the
 environment's held-out problems, four answers each, sampled as in training.
 """
 
@@ -12,7 +12,7 @@ import opentinker as ot
 from scripts.evidence_cases import Progress
 from scripts.warmed_up import GAIN, SEEDS, learn
 
-STEPS = 40
+STEPS = 30
 
 
 def run(progress: Progress) -> dict[str, object]:
