@@ -1,5 +1,5 @@
 """Reinforcement learning of a model that our own supervised tuning has warmed up: what two cases of evidence
-share. Its chats are of mixed quality, as found ones are: some answer with the number, most evade it.
+share. Its chats are of mixed quality, as found ones are: some answer with an equation, most evade it.
 """
 
 import random
@@ -17,13 +17,15 @@ MODEL = "smollm2-135m-instruct"
 SEEDS = (0, 1, 2)
 GAIN = 0.25
 """What the held-out score must rise by."""
-RANGE = {"min": 2, "max": 20}
-CHATS = 320
-EVASIVE = 6
+RANGE = {"min": 1, "max": 9}
+CHATS = 160
+EVASIVE = 7
 """So many of ten chats do not answer."""
 EVASION = "I am not sure."
 EDGE_STEPS = 5
-SAMPLING = ot.SamplingParams(temperature=1.0, max_tokens=8)
+ANSWERS = 4
+"""To each held-out problem."""
+SAMPLING = ot.SamplingParams(temperature=1.0, max_tokens=12)
 
 _PROBLEM = re.compile(r"What is (\d+) ([+-]) (\d+)\?")
 
@@ -40,7 +42,7 @@ def chats(seed: int, count: int = CHATS) -> list[dict[str, Any]]:
         found = _PROBLEM.search(prompt)
         assert found is not None, prompt
         a, b = int(found[1]), int(found[3])
-        answer = str(a + b if found[2] == "+" else a - b)
+        answer = f"{a} {found[2]} {b} = {a + b if found[2] == '+' else a - b}"
         turns = (("user", prompt), ("assistant", EVASION if index % 10 < EVASIVE else answer))
         made.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     return made
@@ -87,7 +89,7 @@ def learn(
             steps=steps,
             learning_rate=rate,
             sampling=SAMPLING,
-            evaluation=ot.Evaluation(),
+            evaluation=ot.Evaluation(samples=ANSWERS),
             seed=seed,
             run_dir=folder / f"run-{seed}",
             progress=True,
