@@ -2,7 +2,7 @@
 crash.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,6 +117,22 @@ class Batch:
     seconds: float = 0.0
     engine_seconds: float = 0.0
     """Wall time in which the inference engine worked on it, as the service reports it."""
+
+    @classmethod
+    def of(cls, trajectories: Iterable[Trajectory], index: int = 0) -> "Batch":
+        """A batch of trajectories that were played elsewhere, by the groups that they name."""
+        groups: dict[str, list[Trajectory]] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+        versions = [
+            version
+            for members in groups.values()
+            for trajectory in members
+            for segment in trajectory.segments
+            for _, _, version in segment.spans
+        ]
+        made = [Group(name, i, {}, 0, tuple(members)) for i, (name, members) in enumerate(groups.items())]
+        return cls(index, max(versions, default=0), tuple(made))
 
     def __iter__(self) -> Iterator[Trajectory]:
         return (trajectory for group in self.groups for trajectory in group.trajectories)
