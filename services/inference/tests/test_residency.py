@@ -1,7 +1,9 @@
 """Which weights are resident: nothing is mixed, nobody starves, what fails is told to those who asked."""
 
 import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -28,16 +30,21 @@ class FakeEngine:
         """Keys that those asked for who may go on under another."""
         self.loads: list[str] = []
         self.broken: set[str] = set()
+        self.held: set[str] = set()
         self.unload_s = 0.0
 
-    async def fetch(self, ref: ModelRef) -> LocalWeights | None:
+    @contextlib.asynccontextmanager
+    async def hold(self, ref: ModelRef) -> AsyncIterator[LocalWeights | None]:
         await asyncio.sleep(0)
         if ref.key in self.broken:
             raise ServiceError(Reason.VERSION_NOT_FOUND)
-        return None if ref.is_base else LocalWeights(Path(ref.key))
+        self.held.add(ref.key)
+        yield None if ref.is_base else LocalWeights(Path(ref.key))
+        self.held.discard(ref.key)
 
     async def load(self, key: str, weights: LocalWeights | None) -> float:
         await asyncio.sleep(0.001)
+        assert key in self.held
         if self.merged:
             assert not self.running, "swapped under running requests"
             policies = {policy_of(k) for k in [key, *self.continuing]}
@@ -55,8 +62,8 @@ class FakeEngine:
 
     def residency(self) -> Residency:
         if self.merged:
-            return MergedResidency(self.fetch, self.load)
-        return AdapterResidency(self.fetch, self.load, self.unload, self.capacity)
+            return MergedResidency(self.hold, self.load)
+        return AdapterResidency(self.hold, self.load, self.unload, self.capacity)
 
     async def go_on(self, key: str, seconds: float) -> None:
         """Run where a swap may happen."""

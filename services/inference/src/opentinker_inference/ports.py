@@ -1,6 +1,7 @@
 """What the service needs from the outside, as Protocols."""
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -107,6 +108,10 @@ class VersionStore(Protocol):
 
         VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS or STORAGE_UNAVAILABLE. Fetching again is cheap.
         """
+        ...
+
+    def hold(self, ref: ModelRef) -> AbstractAsyncContextManager[LocalWeights | None]:
+        """The same; while the block runs the directory stays, whatever is fetched meanwhile."""
         ...
 
     def knows(self, policy: str) -> bool:

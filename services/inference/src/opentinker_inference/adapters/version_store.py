@@ -6,6 +6,7 @@ directory gets its name. So what has a name is whole.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -13,8 +14,8 @@ import re
 import shutil
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ class ObjectVersionStore:
         self._base: tuple[Mapping[str, Any], Shapes] | None = None
         self._fetched: OrderedDict[str, LocalWeights | None] = OrderedDict()
         self._running: dict[str, asyncio.Task[LocalWeights | None]] = {}
+        self._held: Counter[str] = Counter()
+        """Versions that an engine is reading, or is about to."""
         self._policies: set[str] = set()
 
     def clean_up(self) -> None:
@@ -110,6 +113,15 @@ class ObjectVersionStore:
             self._running[ref.key] = task
             task.add_done_callback(lambda _: self._running.pop(ref.key, None))
         return await asyncio.shield(task)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, ref: ModelRef) -> AsyncIterator[LocalWeights | None]:
+        self._held[ref.key] += 1
+        try:
+            yield await self.fetch(ref)
+        finally:
+            self._held[ref.key] -= 1
+            self._held += Counter()  # forgets those at 0
 
     async def _fetch(self, ref: ModelRef) -> LocalWeights | None:
         started = time.monotonic()
@@ -149,6 +161,9 @@ class ObjectVersionStore:
             manifest: Mapping[str, Any] = dict(json.loads(data))
         except (ValueError, TypeError) as error:
             raise ServiceError(Reason.DIGEST_MISMATCH, f"the manifest of {ref} cannot be read") from error
+        if manifest.get("lost"):
+            text = f"{ref} was lost with the host that made it, before its files were uploaded"
+            raise ServiceError(Reason.VERSION_NOT_FOUND, text, field="model.policy_version")
         base = manifest.get("base_digest")
         if self._validate and base and base != self._base_digest:
             raise ServiceError(
@@ -235,6 +250,8 @@ class ObjectVersionStore:
         models = [key for key, weights in self._fetched.items() if weights is not None and weights.full]
         old = models[:-_KEPT_MODELS] + list(self._fetched)[:-_KEPT]
         for key in old:
+            if self._held[key]:
+                continue
             weights = self._fetched.pop(key, None)
             if weights is not None:
                 await asyncio.to_thread(shutil.rmtree, weights.directory, True)

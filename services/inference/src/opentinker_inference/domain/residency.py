@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from opentinker_inference.domain.versions import BASE, LocalWeights, ModelRef
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
-Fetch = Callable[[ModelRef], Awaitable[LocalWeights | None]]
-"""Validated weights of a version on this host; None for those of the base model."""
+Hold = Callable[[ModelRef], AbstractAsyncContextManager[LocalWeights | None]]
+"""Validated weights of a version on this host, kept while the block runs; None for the base model's."""
 Load = Callable[[str, LocalWeights | None], Awaitable[float]]
 Unload = Callable[[str], Awaitable[None]]
 
@@ -79,8 +80,8 @@ class Residency:
 class AdapterResidency(Residency):
     """Many versions at once, `capacity` of them at most."""
 
-    def __init__(self, fetch: Fetch, load: Load, unload: Unload, capacity: int) -> None:
-        self._fetch = fetch
+    def __init__(self, hold: Hold, load: Load, unload: Unload, capacity: int) -> None:
+        self._hold = hold
         self._load = load
         self._unload = unload
         self._capacity = capacity
@@ -171,7 +172,8 @@ class AdapterResidency(Residency):
         if ref.key in self._leaving:
             # Loaded before it is forgotten, it would be forgotten after it is loaded.
             await asyncio.wait([self._leaving[ref.key]])
-        return await self._load(ref.key, await self._fetch(ref))
+        async with self._hold(ref) as weights:
+            return await self._load(ref.key, weights)
 
     async def _evict(self, entry: _Entry) -> None:
         if self._entries.get(entry.ref.key) is not entry:
@@ -194,8 +196,8 @@ class AdapterResidency(Residency):
 class MergedResidency(Residency):
     """One version at a time."""
 
-    def __init__(self, fetch: Fetch, load: Load) -> None:
-        self._fetch = fetch
+    def __init__(self, hold: Hold, load: Load) -> None:
+        self._hold = hold
         self._load = load
         self._resident: ModelRef | None = BASE
         self._users = 0
@@ -211,7 +213,8 @@ class MergedResidency(Residency):
         waiter: _Waiter | None = None
         if self._resident is None or self._resident.key != ref.key or self._queue or self._swapping:
             # The files are checked, and brought here, while others still run.
-            await self._fetch(ref)
+            async with self._hold(ref):
+                pass
             waiter = _Waiter(ref, may_continue)
             self._queue.append(waiter)
             self._advance()
@@ -299,8 +302,8 @@ class MergedResidency(Residency):
 
     async def _swap(self, ref: ModelRef) -> None:
         try:
-            weights = await self._fetch(ref)
-            self._last_load_s = await self._load(ref.key, weights)
+            async with self._hold(ref) as weights:
+                self._last_load_s = await self._load(ref.key, weights)
             self._resident = ref
         except Exception as error:
             going = [waiter for waiter in self._queue if waiter.ref.key == ref.key]

@@ -190,10 +190,10 @@ class InferenceDomain:
         if self._residency is not None:
             self._residency.reset()
         elif info.serving_mode == "merged":
-            self._residency = MergedResidency(self._store.fetch, self._load)
+            self._residency = MergedResidency(self._store.hold, self._load)
         else:
             self._residency = AdapterResidency(
-                self._store.fetch, self._load, self._engine.unload, info.max_resident_versions
+                self._store.hold, self._load, self._engine.unload, info.max_resident_versions
             )
 
     async def _load(self, key: str, weights: LocalWeights | None) -> float:

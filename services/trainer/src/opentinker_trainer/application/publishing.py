@@ -3,6 +3,14 @@
 A version exists when its manifest does, and is registered under the holder's attempt. An operation that runs
 again finds its manifest and publishes nothing; where the weights differ (the replay diverged) they become the
 next version, since a number is never used twice.
+
+Why a version is safe when its operation is DONE though its files may be on this host only: its manifest has
+their hashes, and what makes them is in the object store, a recovery checkpoint from before it and the log
+from there on, neither of which is cut before the files have arrived. So if the process dies, the next one
+runs the operation again, gets the same bits, and uploads them. Servers of this host link the files and check
+the hashes; others wait for the objects. If a replay on another machine gives other bits, the version is
+uploaded from this host's disk if that is there, and otherwise marked as lost in its manifest, so that nobody
+waits for it.
 """
 
 import asyncio
@@ -77,12 +85,17 @@ class Publisher:
                 # Whole models would fill the disk faster than they leave it.
                 await asyncio.wait(policy.uploads.values(), return_when=asyncio.FIRST_COMPLETED)
         directory, files, engine_time = await self._export(engine, policy, seq)
+        others: dict[str, Manifest] = {}
         while True:
-            version = await patiently(self._clock, partial(self._claim, policy, directory, files, number))
+            claim = partial(self._claim, policy, directory, files, number, others)
+            version = await patiently(self._clock, claim)
             if version is not None:
                 break
             log.error("replay diverged", policy=policy.name, version=number)
             number += 1
+        for prefix, recorded in others.items():
+            # Only now: who could register a version holds the policy, and no other host is at work on it.
+            await patiently(self._clock, partial(self._settle, policy, prefix, recorded))
         await self.announce(version)
         self._prune(policy)
         return version, engine_time
@@ -134,18 +147,27 @@ class Publisher:
         return target, files, saved.engine_time
 
     async def _claim(
-        self, policy: HeldPolicy, directory: Path, files: tuple[StoredFile, ...], number: int
+        self,
+        policy: HeldPolicy,
+        directory: Path,
+        files: tuple[StoredFile, ...],
+        number: int,
+        others: dict[str, Manifest],
     ) -> policy_pb2.PolicyVersion | None:
-        """Make files version `number`; None if that number belongs to other weights."""
+        """Make files version `number`; None if that number belongs to other weights, which `others` then has
+        by their prefix.
+        """
         prefix = version_prefix(policy.name, number)
         manifest = Manifest(files, self._facts(policy, number, directory))
         if self._upload_first:
             found = await self._store.find_manifest(prefix)
             if found is not None and found.sha256 != manifest.sha256:
+                others[prefix] = found
                 return None
             await self._store.upload(prefix, directory, files)
         recorded = await self._store.write_manifest(prefix, manifest)
         if recorded.sha256 != manifest.sha256:
+            others[prefix] = recorded
             return None
         version = self._version(policy, number, manifest.sha256)
         try:
@@ -160,17 +182,49 @@ class Publisher:
             self._start_upload(policy, prefix, directory, files)
         return version
 
+    async def _settle(self, policy: HeldPolicy, prefix: str, recorded: Manifest) -> None:
+        """See to a version that was recorded and is not made again: upload what is missing of it if this host
+        has it still; otherwise nobody shall wait for it.
+        """
+        if recorded.facts.get("lost") or not await self._store.missing(prefix, recorded.files):
+            return
+        directory = Path(str(recorded.facts.get("local_path")))
+        try:
+            files = await describe_files(directory, [file.name for file in recorded.files])
+        except OSError:
+            files = ()
+        if Manifest(files, {}).sha256 == recorded.sha256:
+            self._start_upload(policy, prefix, directory, files)
+            return
+        log.error("a version is lost: its host is gone and the replay gave other weights", version=prefix)
+        await self._store.mark_lost(prefix, recorded)
+
     def _start_upload(
         self, policy: HeldPolicy, prefix: str, directory: Path, files: Iterable[StoredFile]
     ) -> None:
         seq = (policy.applied_seq or 0) + 1
-        task = policy.begin(self._upload(prefix, directory, tuple(files)))
+        before = policy.uploads.get(seq)
+        task = policy.begin(self._upload(prefix, directory, tuple(files), before))
         policy.uploads[seq] = task
-        task.add_done_callback(lambda _: policy.uploads.pop(seq, None))
 
-    async def _upload(self, prefix: str, directory: Path, files: tuple[StoredFile, ...]) -> None:
+        def ended(_: "asyncio.Task[None]") -> None:
+            if policy.uploads.get(seq) is task:
+                del policy.uploads[seq]
+
+        task.add_done_callback(ended)
+
+    async def _upload(
+        self,
+        prefix: str,
+        directory: Path,
+        files: tuple[StoredFile, ...],
+        before: "asyncio.Task[None] | None",
+    ) -> None:
+        """Upload files, after another upload of the same operation if there is one."""
         self._uploading.append(directory)
         try:
+            if before is not None:
+                await asyncio.wait([before])
             while True:
                 try:
                     await self._store.upload(prefix, directory, await self._store.missing(prefix, files))

@@ -157,6 +157,10 @@ class Recovery:
     async def _upload(
         self, policy: HeldPolicy, point: RecoveryPoint, names: list[str], older: RecoveryPoint | None
     ) -> None:
+        # What a restart goes on from must not lie behind a version that only this host has: its files would
+        # not be made again.
+        while pending := [task for seq, task in policy.uploads.items() if seq <= point.seq]:
+            await asyncio.wait(pending)
         prefix = recovery_prefix(policy.name, point.seq)
         facts = {"policy": policy.name, "kind": "recovery", "seq": point.seq, "step": point.state.step}
         while True:

@@ -113,6 +113,11 @@ class PolicyStore:
             if found is not None:
                 return found
 
+    async def mark_lost(self, prefix: str, manifest: Manifest) -> None:
+        """Note in a manifest that its files will not come any more; the number stays taken."""
+        lost = Manifest(manifest.files, {**manifest.facts, "lost": True})
+        await self.objects.put(f"{prefix}/{MANIFEST}", lost.to_json())
+
     async def upload(self, prefix: str, directory: Path, files: Iterable[StoredFile]) -> None:
         """Store files under a prefix."""
         await asyncio.gather(
