@@ -30,6 +30,11 @@ def setting(body: ChatBody) -> Setting:
             f"chat_template_kwargs may not set {', '.join(reserved)}",
             field="chat_template_kwargs",
         )
+    for index, each in enumerate(body.tools):
+        if each.function.strict:
+            where = f"tools[{index}].function.strict"
+            text = f"{where}: nothing holds a call to its schema here"
+            raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=where)
     offered = body.tools if body.tool_choice != "none" else []
     tools = [{"type": "function", "function": _function(each.function.model_dump())} for each in offered]
     return Setting(tuple(tools), body.chat_template_kwargs or None)
