@@ -78,7 +78,7 @@ async def prompt_scores(engine: Engine, request: SampleJob) -> tuple[float, ...]
     return found[0].logprobs
 
 
-@functools.lru_cache(maxsize=24)
+@functools.lru_cache(maxsize=8)
 def _reference(model_dir: Path, adapter: Path | None):  # type: ignore[no-untyped-def]
     import torch
     from peft import PeftModel
