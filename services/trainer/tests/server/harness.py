@@ -42,6 +42,9 @@ def message(sample: Sample) -> train_sample_pb2.TrainSample:
     for name in ARRAYS:
         if (array := getattr(sample, name)) is not None:
             setattr(built, name, pack_floats(array))
+    if sample.support is not None:
+        built.support_sizes = pack_ids(sample.support.sizes)
+        built.support_token_ids = pack_ids(sample.support.ids)
     return built
 
 
@@ -117,12 +120,15 @@ class Client:
 
         return (await self.call("ForwardBackward", parts())).operation
 
-    async def forward(self, samples: Sequence[Sample], **options: bool) -> operation_pb2.Operation:
+    async def forward(
+        self, samples: Sequence[Sample | train_sample_pb2.TrainSample], **options: bool
+    ) -> operation_pb2.Operation:
+        rows = [message(row) if isinstance(row, Sample) else row for row in samples]
         start = pb.ForwardStart(header=self.header(), chunk_count=1, **options)
 
         async def parts() -> AsyncIterator[pb.ForwardRequest]:
             yield pb.ForwardRequest(start=start)
-            yield pb.ForwardRequest(chunk=pb.SampleChunk(index=0, samples=[message(row) for row in samples]))
+            yield pb.ForwardRequest(chunk=pb.SampleChunk(index=0, samples=rows))
 
         return (await self.call("Forward", parts())).operation
 
