@@ -82,6 +82,51 @@ def test_the_first_ratio_is_one_and_later_ones_are_not(policy: ot.Policy, rows: 
     assert second["actor/pg_clipfrac"] > 0
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 30}, {"min_p": 0.3}], ids=str)
+def test_a_ratio_over_what_was_kept_is_one(policy: ot.Policy, start: Any, cut: dict[str, float]) -> None:
+    """B52: the sampler lists what it kept, and the trainer's logprobs are over that."""
+    policy.restore(start).result()
+    params = replace(SAMPLING, **cut)
+    rollouts = ot.rollouts(policy, ODD, groups=1, group_size=4, params=params, seed=3, version=0)
+    rows = list(ot.train_samples(policy.cluster.wait(anext(rollouts))))
+    assert len(rows) == 4
+
+    def gap(rows: list[ot.TrainSample]) -> float:
+        scored = policy.forward(rows).result().logprobs
+        gaps = [
+            np.abs(np.asarray(row.logprobs) - own)[np.asarray(row.loss_mask) == 1]
+            for row, own in zip(rows, scored, strict=True)
+        ]
+        return float(np.max(np.concatenate(gaps)))
+
+    assert gap(rows) < 1e-4
+    assert gap([replace(row, support=None) for row in rows]) > 1e-2
+
+
+def test_fit_trains_on_tokens_that_were_cut_off(
+    cluster: ot.Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """B52: and its own check of trainer against sampler passes at a tight bound."""
+    result = ot.fit(
+        ODD,
+        str(tiny_model_dir),
+        cluster=cluster,
+        tuning=ot.LoRA(rank=4),
+        algorithm=ot.GRPO(group_size=4),
+        sampling=replace(SAMPLING, top_p=0.7),
+        groups_per_step=2,
+        steps=2,
+        seed=3,
+        trainer=TRAINER,
+        inference=INFERENCE,
+        logprob_check=1e-4,
+        run_dir=tmp_path,
+        progress=False,
+    )
+    assert result.steps > 0
+    assert any("rollout_corr/check_abs_diff" in row for row in result.metrics)
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k3_straight_through"])
 def test_a_kl_term_pulls_back_to_the_reference(
     policy: ot.Policy, rows: list[ot.TrainSample], estimator: Any
