@@ -397,7 +397,7 @@ class CompletionDelta(_message.Message):
     """Whole characters only. What a later token may still change, or a stop string swallow, comes later."""
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.VersionSpan]:
-        """Which version sampled which of these tokens; counted from the completion's first token."""
+        """Which version sampled which of these tokens, counted from the completion's first token. Empty where the request may CONTINUE: the completion has them."""
 
     @_builtins.property
     def top_token_ids(self) -> _tensor_pb2.Tensor:
