@@ -56,7 +56,7 @@ async def read(events: AsyncIterator[SampleEvent | None]) -> list[SampleEvent | 
 # Reading along
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_readers_get_every_token_once_in_order_whenever_they_read(data: st.DataObject) -> None:
     """Any interleaving of what the engine says and what two readers take."""

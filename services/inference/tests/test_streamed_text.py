@@ -47,7 +47,7 @@ def streamed(decoder: Bytes | ModelTokenizer, ids: Sequence[int], cuts: Sequence
     return [*pieces, text.rest(decoder.text(ids))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.one_of(
@@ -83,7 +83,7 @@ def test_a_long_text_costs_no_more_a_token_than_a_short_one() -> None:
         assert cost(ids) < 3 * cost(ids[:600])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.text("ab" + SMILE, max_size=24),
     st.lists(st.text("ab" + SMILE, min_size=1, max_size=5), min_size=1, max_size=3),
@@ -134,7 +134,7 @@ def falling_back(directory: Path) -> ModelTokenizer:
     return model_dir(directory, tokenizer)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -11,7 +11,7 @@ from services.inference.tests.engine_helpers import PROMPT, collect, job, refere
 from services.inference.tests.test_engine_contract import CONTEXT, EngineContract, Running
 
 from opentinker_inference.adapters.engine_process import CHILD, EngineClient, engine_environment
-from opentinker_inference.domain.sampling import EngineInfo
+from opentinker_inference.domain.sampling import EngineInfo, SampleDone
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import EngineProcess
@@ -71,6 +71,17 @@ class VllmContract(EngineContract):
             )
         )
         assert len(got) == len(prompts)
+
+    async def test_n_completions_share_one_prefill(self, running: Running) -> None:
+        """Whole blocks of the prompt are computed once, although all arrive together."""
+        await running.base()
+        prompt = [(11 * i) % 250 for i in range(100)]
+        done = [
+            event
+            async for event in running.engine.sample(job("group", prompt, n=4))
+            if isinstance(event, SampleDone)
+        ]
+        assert done[0].cached_prompt_tokens == 96
 
     async def test_requests_around_a_swap_each_match_one_version(self, running: Running) -> None:
         # B80 on the engine itself: load, run, load, run, with the same prompt and seed.

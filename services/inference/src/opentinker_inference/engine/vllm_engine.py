@@ -6,7 +6,6 @@ and weights change only while generation is paused and with every cache cleared.
 """
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -24,11 +23,16 @@ from opentinker_inference.domain.sampling import (
     SampleEvent,
     SampleJob,
     ScoreJob,
-    StopReason,
-    not_finite,
 )
 from opentinker_inference.engine.merge import PristineBase
-from opentinker_inference.engine.vllm_spans import label_of, may_run, version_spans
+from opentinker_inference.engine.vllm_outputs import (
+    MAX_LOGPROBS,
+    Outputs,
+    bad_schema,
+    prompt_scores,
+    sampling_params,
+)
+from opentinker_inference.engine.vllm_spans import label_of, may_run
 from opentinker_inference.ports import EngineConfig, Weights
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.models import image_settings
@@ -46,7 +50,8 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _DEFAULT_ROWS = 256
 _DEFAULT_VERSIONS = 8
 _LIVE_IN_A_BATCH = 4
-_UNSUPPORTED = {"json_schema", "raw_logprobs", "return_support"}
+_UNSUPPORTED = {"raw_logprobs"}
+_ERROR_CHARACTERS = 500
 
 
 class VllmEngine:
@@ -98,25 +103,38 @@ class VllmEngine:
     async def sample(self, job: SampleJob) -> AsyncIterator[SampleEvent]:
         lora = None if self._merged and may_run(job, self._resident) else self._lora_for(job.weights)
         started = time.monotonic()
-        finished: asyncio.Queue[Any] = asyncio.Queue()
+        events: asyncio.Queue[SampleEvent | Exception] = asyncio.Queue()
+        cached = 0
 
         async def run(index: int) -> None:
+            nonlocal cached
+            outputs = Outputs(job, index)
             try:
-                finished.put_nowait((index, await self._one(job, index, lora)))
+                async for output in self._generate(
+                    f"{job.request_id}/{index}", job.prompt, sampling_params(job, index), lora
+                ):
+                    if output.prompt_logprobs is not None and not told.is_set():
+                        told.set()
+                        events.put_nowait(PromptScores(prompt_scores(job.prompt, output)))
+                    delta = outputs.take(output.outputs[0])
+                    if output.finished:
+                        cached = max(cached, output.num_cached_tokens or 0)
+                        events.put_nowait(outputs.completion(output.outputs[0], merged=self._merged))
+                    elif delta.token_ids:
+                        events.put_nowait(delta)
             except Exception as error:
-                finished.put_nowait((index, error))
+                events.put_nowait(error)
 
+        told = asyncio.Event()
         tasks = [asyncio.create_task(run(index)) for index in job.indices]
-        cached = 0
+        left = len(tasks)
         try:
-            for _ in job.indices:
-                index, output = await finished.get()
-                if isinstance(output, Exception):
-                    raise _translated(output)
-                cached = max(cached, output.num_cached_tokens or 0)
-                if index == job.indices[0] and job.params.prompt_logprobs:
-                    yield PromptScores(_prompt_scores(job.prompt, output))
-                yield _completion(job, index, output.outputs[0], merged=self._merged)
+            while left:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise _translated(event, job)
+                left -= isinstance(event, Completion)
+                yield event
         finally:
             for task in tasks:
                 task.cancel()
@@ -131,14 +149,16 @@ class VllmEngine:
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
         async def one(place: int, tokens: tuple[int, ...]) -> list[float]:
-            output = await self._generate(f"{job.request_id}/score/{place}", tokens, params, lora)
-            return list(_prompt_scores(tokens, output))
+            request_id = f"{job.request_id}/score/{place}"
+            outputs = [output async for output in self._generate(request_id, tokens, params, lora)]
+            return list(prompt_scores(tokens, outputs[-1]))
 
         longest = max(map(len, job.sequences))
         if longest >= self._config.context_tokens:
@@ -177,6 +197,7 @@ class VllmEngine:
     # Starting
 
     def _engine_args(self, on_cpu: bool, dtype: str) -> Any:
+        from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         options: dict[str, Any] = {
@@ -185,10 +206,15 @@ class VllmEngine:
             "dtype": dtype,
             "max_model_len": self._config.context_tokens,
             "max_num_seqs": self._config.max_rows or _DEFAULT_ROWS,
-            "max_logprobs": 256,
+            "max_logprobs": MAX_LOGPROBS,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "enable_prefix_caching": True,
+            # Named, not "auto": that takes the library which the first schema suits for all that follow. And
+            # without free whitespace, with which a model could go on for ever.
+            "structured_outputs_config": StructuredOutputsConfig(
+                backend="guidance", disable_any_whitespace=True
+            ),
             # On a GPU captured graphs go on after a swap: reloading copies into the tensors they refer to.
             "enforce_eager": on_cpu,
             "disable_log_stats": True,
@@ -222,23 +248,22 @@ class VllmEngine:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=2, seed=0, logprobs=0, detokenize=False, ignore_eos=True)
-        rows = (self._generate(f"warm-up/{i}", (1, 1, 1), params, None) for i in range(4))
-        await asyncio.gather(*rows)
+
+        async def row(number: int) -> None:
+            async for _ in self._generate(f"warm-up/{number}", (1, 1, 1), params, None):
+                pass
+
+        await asyncio.gather(*map(row, range(4)))
         await self._llm.reset_prefix_cache()
 
     # Sampling
 
-    async def _one(self, job: SampleJob, index: int, lora: Any) -> Any:
-        return await self._generate(
-            f"{job.request_id}/{index}", job.prompt, _sampling_params(job, index), lora
-        )
-
-    async def _generate(self, request_id: str, tokens: tuple[int, ...], params: Any, lora: Any) -> Any:
-        last = None
+    def _generate(
+        self, request_id: str, tokens: tuple[int, ...], params: Any, lora: Any
+    ) -> AsyncIterator[Any]:
         prompt = {"prompt_token_ids": list(tokens)}
-        async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
-            last = output
-        return last
+        outputs: AsyncIterator[Any] = self._llm.generate(prompt, params, request_id, lora_request=lora)
+        return outputs
 
     def _lora_for(self, key: str) -> Any:
         if self._merged:
@@ -300,79 +325,13 @@ def _linear_leaves(model_dir: Path) -> list[str]:
     return sorted({parts[-2] for parts in inside if "norm" not in parts[-2]})
 
 
-def _sampling_params(job: SampleJob, index: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    p = job.params
-    return SamplingParams(
-        n=1,
-        max_tokens=p.max_tokens,
-        temperature=p.temperature,
-        top_p=p.top_p,
-        top_k=p.top_k,
-        min_p=p.min_p,
-        seed=p.seed + index,
-        presence_penalty=p.presence_penalty,
-        frequency_penalty=p.frequency_penalty,
-        repetition_penalty=p.repetition_penalty,
-        stop=list(p.stop) or None,
-        # The model's end tokens are given here, so that they mean the same to every engine.
-        ignore_eos=True,
-        stop_token_ids=sorted(job.stops_at()),
-        bad_words=list(p.bad_words) or None,
-        logit_bias=dict(p.logit_bias) or None,
-        logprobs=p.top_logprobs,
-        prompt_logprobs=0 if p.prompt_logprobs and index == job.indices[0] else None,
-        detokenize=bool(p.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(job: SampleJob, index: int, output: Any, *, merged: bool) -> Completion:
-    ids = tuple(int(token) for token in output.token_ids)
-    by_token = output.logprobs or []
-    reason, matched = StopReason.LENGTH, ""
-    if output.finish_reason == "stop":
-        if isinstance(output.stop_reason, str):
-            reason, matched = StopReason.STOP, output.stop_reason
-        else:
-            reason = job.reason_for(ids[-1]) or StopReason.STOP
-    elif output.finish_reason != "length":
-        raise ServiceError(Reason.INTERNAL, f"vLLM ended a completion with {output.finish_reason!r}")
-    logprobs = tuple(entries[token].logprob for token, entries in zip(ids, by_token, strict=True))
-    if not all(map(math.isfinite, logprobs)):
-        raise not_finite(job.weights)
-    top_ids, top_logprobs = [], []
-    if job.params.top_logprobs:
-        for entries in by_token:
-            # The sampled token comes first whatever its rank; only the likeliest k are asked for.
-            ranked = sorted(entries.items(), key=lambda item: -item[1].logprob)
-            ranked = ranked[: job.params.top_logprobs]
-            top_ids.append(tuple(token for token, _ in ranked))
-            top_logprobs.append(tuple(entry.logprob for _, entry in ranked))
-    return Completion(
-        index=index,
-        token_ids=ids,
-        logprobs=logprobs,
-        stop_reason=reason,
-        matched_stop=matched,
-        top_ids=tuple(top_ids),
-        top_logprobs=tuple(top_logprobs),
-        spans=version_spans(job, output.weight_versions) if merged else (),
-    )
-
-
-def _prompt_scores(tokens: tuple[int, ...], output: Any) -> tuple[float, ...]:
-    scores = [float("nan")]
-    for token, entries in zip(tokens[1:], (output.prompt_logprobs or [])[1:], strict=True):
-        scores.append(entries[token].logprob)
-    return tuple(scores)
-
-
-def _translated(error: Exception) -> Exception:
+def _translated(error: Exception, job: SampleJob | None = None) -> Exception:
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if isinstance(error, EngineDeadError) or isinstance(error.__cause__, EngineDeadError):
         return ServiceError(Reason.ENGINE_CRASHED)
+    # Everything else that a caller could get wrong is checked before a job comes here.
+    if isinstance(error, VLLMClientError) and job is not None and job.params.json_schema:
+        return bad_schema(str(error)[:_ERROR_CHARACTERS])
     return error
