@@ -44,12 +44,6 @@ TIMEOUT_S = 330.0
 """The gateway waits five minutes for a model to be served."""
 TRIES = 5
 PAUSE_S = 0.5
-_REASONS = {
-    "invalid_api_key": errors.Reason.UNAUTHENTICATED,
-    "model_not_found": errors.Reason.UNKNOWN_MODEL,
-    "rate_limit_exceeded": errors.Reason.OVERLOADED,
-    "insufficient_quota": errors.Reason.QUOTA_EXCEEDED,
-}
 _DECIDED = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 
 
@@ -206,11 +200,9 @@ def _error(status: int, body: bytes, retry_after: str | None) -> errors.OpenTink
     """What the gateway answered, as the exception of its reason."""
     try:
         told = json.loads(body)["error"]
-        code, message, field = str(told["code"]), str(told["message"]), told["param"]
+        reason, message, field = errors.Reason(told["reason"]), str(told["message"]), told["param"]
     except (ValueError, KeyError, TypeError):
         return errors.InternalError(f"the gateway answered {status}", reason=errors.Reason.INTERNAL)
-    name = code.upper()
-    reason = _REASONS.get(code) or errors.Reason(name if name in errors.Reason.__members__ else "INTERNAL")
     return errors.from_status_data(
         StatusData(
             code=CATALOGUE[reason].code,

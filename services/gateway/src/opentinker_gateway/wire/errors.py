@@ -75,6 +75,8 @@ def http_error(error: ServiceError, *, chat: bool = False) -> HttpError:
             "type": kind,
             "param": _param(error, chat),
             "code": _CODES.get(error.reason, error.reason.lower()),
+            # Ours, for who knows our catalogue: several reasons have one code of OpenAI's.
+            "reason": str(error.reason),
         }
     }
     return HttpError(status, body, headers)
