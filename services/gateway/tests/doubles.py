@@ -67,6 +67,8 @@ class Inference(InferenceServiceServicer):
     end: bool = True
     gate: asyncio.Event | None = None
     """What stands between the first delta and the others."""
+    endless: bool = False
+    """Say the script's text again and again, each time in one delta."""
     sent: int = 0
     """Deltas that were taken by the transport."""
 
@@ -108,6 +110,9 @@ class Inference(InferenceServiceServicer):
         ids += [self.tokenizer.eos_ids[0]] if self.end else []
         logprobs = [-0.25 * (1 + i % 3) for i in range(len(ids))]
         k = sample.params.top_logprobs
+        while self.endless:
+            yield pb.StreamSampleResponse(delta=sampling_pb2.CompletionDelta(index=index, text=text))
+            self.sent += 1
         done = bytearray()
         for start in range(0, len(ids), self.chunk):
             if self.break_after is not None and start >= self.break_after:
