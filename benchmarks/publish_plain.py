@@ -2,7 +2,7 @@
 
 A LoRA adapter of rank 16 over all linear layers lies in memory, in float32. For each line of its input
 `python -m benchmarks.publish_plain …` changes it and brings it into the engine: merged, saved and reloaded,
-or saved and added. `with_token_s` goes on to one sampled token.
+or saved and added; then it samples one token.
 """
 
 import argparse
@@ -94,11 +94,11 @@ class Plain:
         self._adapter.change()
         begin = time.perf_counter()
         await self._bring(self._directory / str(self._turn))
-        seconds = time.perf_counter() - begin
+        brought = time.perf_counter() - begin
         await self._token()
-        with_token = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         shutil.rmtree(self._directory / str(self._turn - 1), ignore_errors=True)
-        return {"seconds": seconds, "with_token_s": with_token}
+        return {"seconds": seconds, "without_token_s": brought}
 
     async def _merge(self, directory: Path) -> None:
         self._adapter.save_merged(directory, self._dtype)

@@ -3,8 +3,9 @@
 `merged`: from PublishWeights to the first token of the new version through the services of one host, over
 merging the adapter, saving the merged model and reloading it into vLLM in one process. `adapter`: the same
 where adapters are served beside the base, over saving the adapter and adding it to vLLM in one process.
-`merged_float32` (reported): the first with a sampler in float32. The baseline samples no token; its time with
-one is in `raw`, and so is how ours divides into publishing and sampling.
+`merged_float32` (reported): the first with a sampler in float32. Both sides end with the first token, which
+beside the base takes longer than adding an adapter; the baseline's time without it is in `raw`, and so is how
+ours divides into publishing and sampling.
 
 A case may need more time than one run gives it; then the same command goes on (exit status 3 says so).
 """
@@ -25,8 +26,8 @@ CASES = {
 }
 DEFAULT_CASES = ("merged", "adapter")
 BASELINES = {
-    "merged": "one process: merge, save and reload into vLLM",
-    "adapter": "one process: save the adapter and add it to vLLM",
+    "merged": "one process: merge, save and reload into vLLM, sample a token",
+    "adapter": "one process: save the adapter and add it to vLLM, sample a token",
 }
 MEASURED = tuple(dict.fromkeys((*TRAINER, *INFERENCE, "client/src", "services/scheduler/src")))
 
