@@ -5,6 +5,7 @@ it, so a cache that outlived a change would show too.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import zlib
 from collections import defaultdict
@@ -211,6 +212,21 @@ async def test_an_engine_that_cannot_go_on_says_so_by_name(tiny_model_dir: Path,
         error = await client.failure(request)
         assert isinstance(error, InvalidArgument)
         assert error.field == "swap_policy"
+        # Nor can it where the engine could but the request could not.
+        engine = client.server.engine
+        engine._info = dataclasses.replace(engine.info(), continues=True)
+        request.swap_policy = CONTINUE
+        checkpoint = sampling_pb2.ModelRef(checkpoint=f"{client.policy}/checkpoints/c1")
+        for model in (sampling_pb2.ModelRef(base_model=client.base_model), checkpoint):
+            request.model.CopyFrom(model)
+            error = await client.failure(request)
+            assert isinstance(error, UnsupportedOption)
+            assert error.field == "swap_policy"
+        request = client.request("scores", version=1, prompt_logprobs=True)
+        request.swap_policy = CONTINUE
+        error = await client.failure(request)
+        assert isinstance(error, UnsupportedOption)
+        assert error.field == "swap_policy"
 
 
 @pytest.mark.slow
@@ -221,11 +237,6 @@ async def test_vllm_requests_during_swaps(tiny_model_dir: Path, judge: Judge, tm
         assert CONTINUE in capabilities.swap_policies
         check(judge, await pinned(found))
         check(judge, await continued(found))
-        request = found.request("scores", 1, CONTINUE, 4)
-        request.params.prompt_logprobs = True
-        error = await found.client.failure(request)
-        assert isinstance(error, UnsupportedOption)
-        assert error.field == "swap_policy"
 
 
 @pytest.mark.slow

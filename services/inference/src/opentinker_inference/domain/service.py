@@ -229,8 +229,8 @@ class InferenceDomain:
         text = ""
         if not info.continues:
             text = f"the {info.engine} engine, serving {info.serving_mode}, does not offer CONTINUE"
-        elif ref.is_base:
-            text = "the base model has no other version under which a request could CONTINUE"
+        elif ref.is_base or ref.checkpoint:
+            text = f"{ref} has no other version under which a request could CONTINUE"
         if text:
             raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="swap_policy")
 
