@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class FakeEngine:
         """Keys that those asked for who may go on under another."""
         self.loads: list[str] = []
         self.broken: set[str] = set()
-        self.held: set[str] = set()
+        self.held: Counter[str] = Counter()
         self.unload_s = 0.0
 
     @contextlib.asynccontextmanager
@@ -38,13 +39,15 @@ class FakeEngine:
         await asyncio.sleep(0)
         if ref.key in self.broken:
             raise ServiceError(Reason.VERSION_NOT_FOUND)
-        self.held.add(ref.key)
-        yield None if ref.is_base else LocalWeights(Path(ref.key))
-        self.held.discard(ref.key)
+        self.held[ref.key] += 1
+        try:
+            yield None if ref.is_base else LocalWeights(Path(ref.key))
+        finally:
+            self.held[ref.key] -= 1
 
     async def load(self, key: str, weights: LocalWeights | None) -> float:
         await asyncio.sleep(0.001)
-        assert key in self.held
+        assert self.held[key] > 0
         if self.merged:
             assert not self.running, "swapped under running requests"
             policies = {policy_of(k) for k in [key, *self.continuing]}
