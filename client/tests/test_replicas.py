@@ -163,7 +163,9 @@ def test_a_policy_asks_for_so_many_inference_servers(doubles: World) -> None:
 def test_the_turns_of_a_group_are_at_one_replica_and_groups_at_both(two: Two) -> None:
     ot.evaluate(two.policy, GuessNumber, tasks=12, samples=2, sampling=ot.SamplingParams(max_tokens=4))
     first_turns = [[r for r in double.requests if r.n == 2] for double in two.doubles]
-    assert [len(requests) for requests in first_turns] == [6, 6]
+    begun_at = [len(requests) for requests in first_turns]
+    assert sum(begun_at) == 12
+    assert min(begun_at) >= 3  # who is free sooner gets more
     later = [[r for r in double.requests if r.n == 1] for double in two.doubles]
     assert all(later)
     for double, turns in zip(two.doubles, later, strict=True):
