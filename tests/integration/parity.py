@@ -60,6 +60,8 @@ class Pair:
     trainer: TrainingClient
     model: str
     vocabulary: int
+    learning_rate: float
+    """Of the steps that make the adapters."""
 
 
 @dataclass
@@ -77,7 +79,13 @@ class Gaps:
 
 @contextlib.asynccontextmanager
 async def side_by_side(
-    model: str, directory: Path, engine: str, *, vocabulary: int, **settings: object
+    model: str,
+    directory: Path,
+    engine: str,
+    *,
+    vocabulary: int,
+    learning_rate: float = 1e-2,
+    **settings: object,
 ) -> AsyncIterator[Pair]:
     """Start both in float32."""
     objects = MemoryObjectStore()
@@ -109,7 +117,7 @@ async def side_by_side(
             open_channel(trainer.server.address) as channel,
         ):
             await wait_until(lambda: trainer.admission.limits is not None, 120)
-            yield Pair(sampler, TrainingClient(channel), model, vocabulary)
+            yield Pair(sampler, TrainingClient(channel), model, vocabulary, learning_rate)
     finally:
         trainer.server.request_drain()
         await trainer.run()
@@ -162,7 +170,9 @@ async def _adapter(pair: Pair, number: int, random: np.random.Generator) -> None
     for _ in range(2):
         rows = [_row(random.integers(0, pair.vocabulary, 24).tolist(), prompt_tokens=4) for _ in range(2)]
         trained = await pair.trainer.forward_backward(rows)
-        await pair.trainer.done(await pair.trainer.step([trained.seq]))
+        step = pair.trainer.step_request([trained.seq])
+        step.adamw.learning_rate = pair.learning_rate
+        await pair.trainer.done((await pair.trainer.call("OptimStep", step)).operation)
     await pair.trainer.done(await pair.trainer.publish())
 
 
