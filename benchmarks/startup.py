@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.results import Result, paired
 
-IMPORT_REPS = 15
+IMPORT_REPS = 41
 STACK_REPS = 7
 LOAD = "import opentinker as ot; [getattr(ot, name) for name in {names}]"
 """Names are loaded when they are first used, so `import opentinker` alone would measure nothing."""

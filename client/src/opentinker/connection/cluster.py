@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc.aio
 
 from opentinker import errors
-from opentinker.connection import weights
 from opentinker.connection.blobs import Blobs
 from opentinker.connection.calls import ControlPlane, answer
 from opentinker.connection.jobs import Job, Link, Role, Watcher
@@ -24,8 +23,6 @@ from opentinker.connection.on_demand import OnDemand, Slots
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.runs import RunRecord
 from opentinker.connection.specs import policy_jobs
-from opentinker.serving import deployments as deploying
-from opentinker.serving.served import ServedModel
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
 from opentinker.training.tuning import LoRA, ServerOptions, Tuning
@@ -37,11 +34,16 @@ from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 if TYPE_CHECKING:
     from opentinker.connection.stack import EmbeddedStack
+    from opentinker.serving import deployments as deploying
+    from opentinker.serving.served import ServedModel
 
 T = TypeVar("T")
 
 active: list["Cluster"] = []
 """Those whose `with` block is open, the innermost last."""
+
+# What not every program needs (files of weights, deployments) is imported where it is used: who only trains
+# does not wait for it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class Cluster:
         if from_weights is not None:
             if from_checkpoint:
                 raise errors.invalid("from_weights", "a policy starts from them or from_checkpoint, not both")
+            from opentinker.connection import weights
+
             chosen, files = weights.read_directory(from_weights, tuning)
         if not isinstance(chosen, Tuning):
             raise errors.invalid("tuning", f"{chosen!r} is none of LoRA(...) and Full(...)")
@@ -141,16 +145,18 @@ class Cluster:
         It holds an adapter as PEFT loads it, or a whole model as transformers and vLLM load it, and appears
         whole or not at all. Raises AlreadyExists if something is there, NotFound, DataLoss.
         """
+        from opentinker.connection import weights
+
         return Pending.of(self.portal, weights.export(self.control, self.blobs, name, directory))
 
     def serve(
         self,
-        model: deploying.Weights,
+        model: "deploying.Weights",
         name: str,
         *,
         options: ServerOptions | None = None,
         wait: bool = True,
-    ) -> Pending[deploying.Deployment]:
+    ) -> "Pending[deploying.Deployment]":
         """Serve a model under a name, without this client, until it is deleted: a base model, a policy (its
         newest version), or the name of a version or checkpoint.
 
@@ -158,18 +164,26 @@ class Cluster:
         as those that the policy was sampled from. Raises AlreadyExists where the name is taken, NotFound,
         UnknownModel, and what is wrong with the weights.
         """
+        from opentinker.serving import deployments as deploying
+
         return Pending.of(self.portal, deploying.create(self, model, name, options, wait=wait))
 
-    def deployment(self, name: str) -> Pending[deploying.Deployment]:
+    def deployment(self, name: str) -> "Pending[deploying.Deployment]":
         """The deployment of a name. NotFound."""
+        from opentinker.serving import deployments as deploying
+
         return Pending.of(self.portal, deploying.find(self, name))
 
-    def deployments(self) -> Pending[list[deploying.Deployment]]:
+    def deployments(self) -> "Pending[list[deploying.Deployment]]":
         """What is served under a name, newest first."""
+        from opentinker.serving import deployments as deploying
+
         return Pending.of(self.portal, deploying.find_all(self))
 
-    def model(self, name: str) -> ServedModel:
+    def model(self, name: str) -> "ServedModel":
         """A model to talk to, by the name of a deployment, policy, version, checkpoint or base model."""
+        from opentinker.serving.served import ServedModel
+
         return ServedModel(self, name)
 
     def info(self) -> Pending[scheduler_service_pb2.GetClusterResponse]:
@@ -312,7 +326,11 @@ class Cluster:
         return job
 
     async def _add_policy(self, job: Job, serving: Slots, wanted: "_NewPolicy") -> Policy:
-        imported = await weights.upload(wanted.files, self.blobs)
+        imported: list[trainer_service_pb2.WeightFile] = []
+        if wanted.files:
+            from opentinker.connection import weights
+
+            imported = await weights.upload(wanted.files, self.blobs)
 
         async def create(link: Link) -> trainer_service_pb2.CreatePolicyResponse:
             request = trainer_service_pb2.CreatePolicyRequest(
