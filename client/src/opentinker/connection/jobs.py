@@ -20,11 +20,11 @@ import grpc.aio
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, ControlPlane, answer, stream
 from opentinker.connection.replicas import Replicas
-from opentinker.connection.together import together
 from opentinkerapi.inference.v1 import inference_service_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.status import decode
+from opentinkerapi.runtime.together import together
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from opentinker import errors
-from opentinker.connection.together import together
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSource
 from opentinker.rollout.agent_loop import AgentLoop
@@ -26,6 +25,7 @@ from opentinker.sampling.meter import EngineMeter
 from opentinker.sampling.params import Completion, SamplingParams
 from opentinker.sampling.prompt import Prompt
 from opentinker.sampling.sampler import CompletionSource
+from opentinkerapi.runtime.together import together
 
 
 @dataclass(frozen=True, slots=True)

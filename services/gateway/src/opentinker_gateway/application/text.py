@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from opentinker_gateway.application.asks import Ask, End, Piece, Run, TextPiece, accepted
-from opentinker_gateway.application.merging import together
 from opentinker_gateway.application.recording import check_model, decided, in_use, one_reply, played
 from opentinker_gateway.domain.book import Entry
 from opentinker_gateway.domain.episodes import Turn
@@ -16,6 +15,7 @@ from opentinker_gateway.wire import options as read
 from opentinker_gateway.wire.bodies import MAX_CHOICES, MAX_PROMPTS, TextBody
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.together import together
 
 Prompt = str | list[int]
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from opentinker_gateway.application.asks import Ask, End, Piece, Run, TextPiece
 from opentinker_gateway.application.chat import Chat
-from opentinker_gateway.application.merging import merged, together
+from opentinker_gateway.application.merging import merged
 from opentinker_gateway.application.text import Text
 from opentinker_gateway.domain.sampling import PromptScores, Waiting
 from opentinker_gateway.ports import ListedModel, Model
@@ -20,6 +20,7 @@ from opentinker_gateway.wire.errors import HttpError, http_error
 from opentinker_gateway.wire.replies import ChatChoices, Envelope, Vocabulary
 from opentinker_gateway.wire.text_replies import TextChoices
 from opentinker_kit.clock import Clock
+from opentinkerapi.runtime.together import together
 
 LEFT = Response(status_code=499)
 """For the log: the client has gone and reads nothing any more."""
