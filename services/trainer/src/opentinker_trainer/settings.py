@@ -55,6 +55,11 @@ class TrainerSettings(ServerSettings):
     """A Forward or ForwardBackward runs in slices of about so many tokens, padding included; between two of
     them the other policies have their turns. Results do not depend on it."""
 
+    lanes: int = Field(default=0, ge=0)
+    """Micro-batches of an adapter that an engine process computes at once, each with its share of the
+    threads; 0: two on a CPU where there are two threads, otherwise one. Part of what decides the bits of a
+    result."""
+
     recovery_every_steps: int = Field(default=10, ge=1)
     """A recovery checkpoint after so many optimizer steps; a restart runs again what came after it."""
     keep_checkpoints: int = Field(default=0, ge=0)
@@ -102,6 +107,16 @@ class TrainerSettings(ServerSettings):
             raise ValueError(f"ranks is {self.ranks}, and the noop engine is one process")
         return self
 
+    @model_validator(mode="after")
+    def _check_lanes(self) -> Self:
+        if self.lanes > 1 and self.device != "cpu":
+            raise ValueError(f"lanes is {self.lanes}, and on {self.device} micro-batches run one by one")
+        if self.lanes > self.engine_threads():
+            raise ValueError(
+                f"lanes is {self.lanes}, and an engine process has {self.engine_threads()} threads"
+            )
+        return self
+
     def weight_bytes(self) -> int:
         """Size of a weight in the forward pass."""
         return {"float32": 4, "bfloat16": 2, "float64": 8}[self.forward_dtype or self.dtype]
@@ -109,6 +124,10 @@ class TrainerSettings(ServerSettings):
     def engine_threads(self) -> int:
         """Of each process."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
+
+    def engine_lanes(self) -> int:
+        """Of each process."""
+        return self.lanes or (min(2, self.engine_threads()) if self.device == "cpu" else 1)
 
     def load_request(self, model_path: Path) -> trainer_engine_pb2.TrainLoadRequest:
         """The engine's launch settings."""
@@ -129,4 +148,5 @@ class TrainerSettings(ServerSettings):
             ranks=self.ranks,
             export_shard_bytes=self.export_shard_bytes,
             slice_tokens=self.slice_tokens,
+            lanes=self.engine_lanes(),
         )

@@ -26,10 +26,11 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
         attention: str = "sdpa",
         logit_rows: int = 256,
         slice_tokens: int = 1024,
+        lanes: int = 1,
         shard_bytes: int = 2**30,
         **plan: int | bool,
     ) -> TorchEngine:
-        compute = ComputeSettings(PlanSettings(**plan), logit_rows, slice_tokens)  # type: ignore[arg-type]
+        compute = ComputeSettings(PlanSettings(**plan), logit_rows, slice_tokens, lanes)  # type: ignore[arg-type]
         return TorchEngine(
             EngineSettings(
                 tiny_model_dir,
@@ -38,6 +39,7 @@ def make_engine(tiny_model_dir: Path) -> MakeEngine:
                 forward_dtype=forward_dtype,
                 device=device,
                 attention=attention,
+                threads=lanes,
                 compute=compute,
                 shard_bytes=shard_bytes,
             )

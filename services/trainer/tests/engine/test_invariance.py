@@ -140,11 +140,13 @@ def engines(make_engine: MakeEngine) -> Iterator[Engines]:
 WHOLE: Cut = {"token_budget": 100_000, "share_prefix": False, "pack": False}
 PACKED: Cut = {"token_budget": 100_000}
 SLICED: Cut = {"max_rows": 2, "logit_rows": 5, "slice_tokens": 64}
+LANES: Cut = {"max_rows": 3, "lanes": 2}
 CUTS: list[Cut] = [
     {"max_rows": 1, "share_prefix": False, "pack": False},
     {"max_rows": 2, "pack": False},
     {"max_rows": 4, "share_prefix": False, "pack": False},
     SLICED,
+    LANES,
 ]
 MORE_CUTS: list[Cut] = [
     {"max_rows": 8, "pack": False},
@@ -195,7 +197,7 @@ def test_any_cut_of_any_tuning(engines: Engines, spec: TuningSpec) -> None:
     """Where the output layer is trained its gradient comes from every chunk of logits."""
     components = [CASES[name] for name in ("ppo", "entropy", "value", "kl_k3")]
     results = []
-    for cut in (WHOLE, CUTS[0], SLICED):
+    for cut in (WHOLE, CUTS[0], SLICED, LANES):
         engine = engines.get(cut)
         shaken(engine, "policies/tuned", spec, 3)
         output = engine.forward_backward("policies/tuned", full_batch(), components)

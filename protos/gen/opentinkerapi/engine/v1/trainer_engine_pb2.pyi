@@ -46,6 +46,7 @@ class TrainLoadRequest(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     EXPORT_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Directory of the base model."""
     model_id: _builtins.str
@@ -78,6 +79,8 @@ class TrainLoadRequest(_message.Message):
     """Most bytes of one weight file of a full-parameter policy; 0: 4 GiB."""
     device: _builtins.str
     """"cpu", or "cuda": rank r computes on GPU r. Empty: "cpu"."""
+    lanes: _builtins.int
+    """Micro-batches that a process computes at once, each with its share of the threads; 0 is 1."""
     def __init__(
         self,
         *,
@@ -97,10 +100,11 @@ class TrainLoadRequest(_message.Message):
         ranks: _builtins.int = ...,
         export_shard_bytes: _builtins.int = ...,
         device: _builtins.str = ...,
+        lanes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "device", b"device", "dtype", b"dtype", "export_shard_bytes", b"export_shard_bytes", "forward_dtype", b"forward_dtype", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "ranks", b"ranks", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "device", b"device", "dtype", b"dtype", "export_shard_bytes", b"export_shard_bytes", "forward_dtype", b"forward_dtype", "lanes", b"lanes", "logit_rows", b"logit_rows", "max_shared_row_tokens", b"max_shared_row_tokens", "micro_batch_rows", b"micro_batch_rows", "micro_batch_tokens", b"micro_batch_tokens", "model_id", b"model_id", "model_path", b"model_path", "pack_rows", b"pack_rows", "ranks", b"ranks", "share_prefix", b"share_prefix", "slice_tokens", b"slice_tokens", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,8 @@ class MicroBatch:
     rows: tuple[Row, ...]
     packed: bool
     """The rows lie end to end."""
+    images: bool = False
+    """The rows have images."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,18 +113,47 @@ class Layout:
         return bool((self.segments > 0).any())
 
 
-def plan(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings) -> list[MicroBatch]:
-    """Cut the samples with indices `wanted` into micro-batches, longest rows first, images last."""
+def plan(
+    samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings, shares: int = 1
+) -> list[MicroBatch]:
+    """Cut the samples with indices `wanted` into micro-batches, longest rows first, images last.
+
+    Where `shares` of them run at once there are a multiple of it, about equally large, as far as rows can be
+    dealt so.
+    """
     with_images = [index for index in wanted if samples[index].images]
     if with_images:
         others = [index for index in wanted if not samples[index].images]
         padded = replace(settings, pack=False)
-        return [*_cut(samples, others, settings), *_cut(samples, with_images, padded)]
-    return _cut(samples, wanted, settings)
+        pictured = _cut(samples, with_images, padded, shares)
+        return [
+            *_cut(samples, others, settings, shares),
+            *(replace(batch, images=True) for batch in pictured),
+        ]
+    return _cut(samples, wanted, settings, shares)
 
 
-def _cut(samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings) -> list[MicroBatch]:
+def _cut(
+    samples: Sequence[Sample], wanted: Sequence[int], settings: PlanSettings, shares: int
+) -> list[MicroBatch]:
     rows = sorted(_rows(samples, wanted, settings), key=lambda row: (-row.length, row.members[0]))
+    batches = _fill(rows, settings)
+    if shares == 1 or not rows:
+        return batches
+    count = -(-len(batches) // shares) * shares
+    # The smallest budget with which there are no more than that; filling is monotone in it.
+    low, high = 1, settings.token_budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(rows, replace(settings, token_budget=middle))) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(rows, replace(settings, token_budget=high))
+
+
+def _fill(rows: Sequence[Row], settings: PlanSettings) -> list[MicroBatch]:
+    """Micro-batches of rows in their order, each as full as may be."""
     batches: list[MicroBatch] = []
     open_rows: list[Row] = []
     size = 0

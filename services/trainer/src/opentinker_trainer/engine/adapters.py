@@ -69,6 +69,10 @@ class SharedView:
     def in_step(self) -> bool:
         return False
 
+    @property
+    def side_by_side(self) -> bool:
+        return True
+
     def run(self, work: Callable[[], ResultT]) -> ResultT:
         return work()
 

@@ -4,19 +4,23 @@ Every sum runs over loss tokens; denominators come with the components. So any c
 the same loss, gradient and metrics up to rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from opentinker_trainer.domain.dealing import deal, plan_for
+from opentinker_trainer.domain.dealing import deal, turns
 from opentinker_trainer.domain.losses import Component
-from opentinker_trainer.domain.plan import Layout, PlanSettings, layout, slices
+from opentinker_trainer.domain.plan import Layout, PlanSettings, layout, plan, slices
 from opentinker_trainer.domain.samples import Sample
 from opentinker_trainer.engine.base_model import BaseModel
 from opentinker_trainer.engine.columns import Array, Columns
+from opentinker_trainer.engine.lanes import Lanes
 from opentinker_trainer.engine.logprobs import TokenScores
 from opentinker_trainer.engine.model_view import ModelView
 from opentinker_trainer.engine.objective import (
@@ -25,7 +29,9 @@ from opentinker_trainer.engine.objective import (
     SampleScores,
     add_losses,
     add_metric,
+    add_part,
     add_ranks,
+    empty_part,
     empty_sums,
     merge_metrics,
     needs_entropy_gradient,
@@ -46,7 +52,9 @@ class ComputeSettings:
     logit_rows: int = 256
     """How many rows of logits [logit_rows, V] exist at a time."""
     slice_tokens: int = 1024
-    """Tokens of a slice (padding included); a micro-batch is never cut."""
+    """Tokens of a slice (padding included); micro-batches that run at once are never parted."""
+    lanes: int = 1
+    """Micro-batches that run at once, where gradients are small enough to have several."""
 
 
 @dataclass(slots=True)
@@ -55,6 +63,22 @@ class ForwardOutput:
 
     scores: list[SampleScores]
     metrics: Metrics
+
+
+PartT = TypeVar("PartT")
+
+
+class _TokenArrays(NamedTuple):
+    """Scores of the loss tokens of a micro-batch, [N]."""
+
+    logprobs: Array
+    entropy: Array
+    values: Array | None
+
+    @classmethod
+    def of(cls, scores: TokenScores) -> "_TokenArrays":
+        values = None if scores.values is None else _array(scores.values)
+        return cls(_array(scores.logprobs), _array(scores.entropy), values)
 
 
 @dataclass(slots=True)
@@ -70,11 +94,11 @@ class _Scores:
         logprobs, entropy, value = (np.zeros(columns.starts[-1], np.float32) for _ in range(3))
         return cls(logprobs, entropy, value if values else None)
 
-    def put(self, positions: NDArray[np.int64], result: TokenScores) -> None:
-        self.logprobs[positions] = result.logprobs.detach().float().cpu().numpy()
-        self.entropy[positions] = result.entropy.detach().float().cpu().numpy()
+    def put(self, positions: NDArray[np.int64], result: _TokenArrays) -> None:
+        self.logprobs[positions] = result.logprobs
+        self.entropy[positions] = result.entropy
         if self.values is not None and result.values is not None:
-            self.values[positions] = result.values.detach().float().cpu().numpy()
+            self.values[positions] = result.values
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Take over what other ranks computed."""
@@ -90,12 +114,12 @@ class _Scores:
         ]
 
 
-class _Pass:
+class _Pass(Generic[PartT]):
     """A pass over a request, slice by slice.
 
-    Which micro-batches there are, and in which order they run, follows from request and launch settings, so
-    that what runs between two slices cannot change a bit. Over several ranks every rank makes the same plan
-    and runs its share of each slice.
+    Which micro-batches there are, which of them run at once, and in which order their parts are added up,
+    follows from request and launch settings, so that what runs between two slices cannot change a bit. Over
+    several ranks every rank makes the same plan and runs its share of each slice.
     """
 
     def __init__(
@@ -103,6 +127,7 @@ class _Pass:
         scorer: Scorer,
         view: ModelView,
         ranks: Ranks,
+        lanes: Lanes,
         samples: Sequence[Sample],
         wanted: Sequence[int],
         settings: ComputeSettings,
@@ -110,11 +135,13 @@ class _Pass:
         self._scorer = scorer
         self._view = view
         self._ranks = ranks
+        self._lanes = lanes
         self._samples = samples
         self._columns = Columns.of(samples)
         self._scores = _Scores.empty(self._columns, values=view.value_head is not None)
-        rounds = deal(plan_for(samples, wanted, settings.plan, ranks.count), ranks.count)
-        self._slices = slices(rounds, settings.slice_tokens)
+        count = lanes.count if view.side_by_side else 1
+        rounds = deal(plan(samples, wanted, settings.plan, ranks.count * count), ranks.count)
+        self._slices = slices(turns(rounds, count), settings.slice_tokens)
         self._next = 0
 
     @property
@@ -129,15 +156,21 @@ class _Pass:
 
     def run_slice(self) -> None:
         """Run the next slice."""
-        for round_ in self._slices[self._next] if self._slices else ():
-            batch = round_.of(self._ranks.rank)
-            if batch is not None:
-                self._run(layout(batch, self._samples))
-            elif self._view.in_step:
-                self._keep_in_step(layout(round_.smallest, self._samples))
+        for turn in self._slices[self._next] if self._slices else ():
+            batches = [round_.of(self._ranks.rank) for round_ in turn.rounds]
+            cuts = [layout(batch, self._samples) for batch in batches if batch is not None]
+            works: list[Callable[[], PartT]] = [partial(self._run, cut) for cut in cuts]
+            for cut, part in zip(cuts, self._lanes.run(works), strict=True):
+                self._add(cut, part)
+            if not cuts and self._view.in_step:
+                self._keep_in_step(layout(turn.rounds[0].smallest, self._samples))
         self._next += 1
 
-    def _run(self, cut: Layout) -> None:
+    def _run(self, cut: Layout) -> PartT:
+        """Compute a micro-batch; several run at once, so nothing of the pass is written to."""
+        raise NotImplementedError
+
+    def _add(self, cut: Layout, part: PartT) -> None:
         raise NotImplementedError
 
     def _keep_in_step(self, cut: Layout) -> None:
@@ -145,7 +178,7 @@ class _Pass:
         raise NotImplementedError
 
 
-class ForwardPass(_Pass):
+class ForwardPass(_Pass[_TokenArrays]):
     """Logprobs and entropy at the loss tokens of each sample, without gradients."""
 
     def __init__(
@@ -153,21 +186,24 @@ class ForwardPass(_Pass):
         scorer: Scorer,
         view: ModelView,
         ranks: Ranks,
+        lanes: Lanes,
         samples: Sequence[Sample],
         settings: ComputeSettings,
     ) -> None:
-        super().__init__(scorer, view, ranks, samples, _with_loss_tokens(samples), settings)
+        super().__init__(scorer, view, ranks, lanes, samples, _with_loss_tokens(samples), settings)
         self._metrics: Metrics = {}
 
     def _keep_in_step(self, cut: Layout) -> None:
         with torch.no_grad():
             self._scorer.score(self._view, cut, self._columns)
 
-    def _run(self, cut: Layout) -> None:
+    def _run(self, cut: Layout) -> _TokenArrays:
         with torch.no_grad():
-            result = self._scorer.score(self._view, cut, self._columns)
-        self._scores.put(self._columns.positions(cut), result)
-        add_metric(self._metrics, "actor/entropy", float(result.entropy.double().sum()), len(cut.tokens))
+            return _TokenArrays.of(self._scorer.score(self._view, cut, self._columns))
+
+    def _add(self, cut: Layout, part: _TokenArrays) -> None:
+        self._scores.put(self._columns.positions(cut), part)
+        add_metric(self._metrics, "actor/entropy", float(part.entropy.sum(dtype=np.float64)), len(cut.tokens))
 
     def finish(self) -> ForwardOutput:
         """The result, once every slice has run."""
@@ -176,7 +212,7 @@ class ForwardPass(_Pass):
         return ForwardOutput(self._scores.by_sample(self._columns, frozenset()), metrics)
 
 
-class BackwardPass(_Pass):
+class BackwardPass(_Pass[tuple[_TokenArrays, BackwardOutput]]):
     """Losses, and the gradient of coefficient * sum / denominator with respect to what the policy trains.
 
     The gradient is the pass's own until somebody takes it from the output. With `skip_inert` rows that cannot
@@ -189,6 +225,7 @@ class BackwardPass(_Pass):
         scorer: Scorer,
         view: ModelView,
         ranks: Ranks,
+        lanes: Lanes,
         samples: Sequence[Sample],
         components: Sequence[Component],
         settings: ComputeSettings,
@@ -199,7 +236,7 @@ class BackwardPass(_Pass):
         wanted = trainable
         if skip_inert:
             wanted = [index for index in trainable if not samples[index].is_inert(components)]
-        super().__init__(scorer, view, ranks, samples, wanted, settings)
+        super().__init__(scorer, view, ranks, lanes, samples, wanted, settings)
         self._components = components
         self._skipped = frozenset(trainable) - frozenset(wanted)
         # A deferred component is there even where nothing contributes: OptimStep carries its denominator.
@@ -217,11 +254,17 @@ class BackwardPass(_Pass):
     def _keep_in_step(self, cut: Layout) -> None:
         take_part(self._components, self._score(cut), self._view, self._output)
 
-    def _run(self, cut: Layout) -> None:
+    def _run(self, cut: Layout) -> tuple[_TokenArrays, BackwardOutput]:
         result = self._score(cut)
-        add_losses(cut, self._samples, self._columns, self._components, result, self._view, self._output)
-        self._scores.put(self._columns.positions(cut), result)
-        self._output.trained_tokens += len(cut.tokens)
+        part = empty_part(self._components)
+        add_losses(cut, self._samples, self._columns, self._components, result, self._view, part)
+        part.trained_tokens = len(cut.tokens)
+        return _TokenArrays.of(result), part
+
+    def _add(self, cut: Layout, part: tuple[_TokenArrays, BackwardOutput]) -> None:
+        scores, sums = part
+        self._scores.put(self._columns.positions(cut), scores)
+        add_part(sums, self._output)
 
     def finish(self) -> BackwardOutput:
         """The result, once every slice has run."""
@@ -236,14 +279,15 @@ class BackwardPass(_Pass):
 class Compute:
     """Begins passes; their slices run while the view's policy is active."""
 
-    def __init__(self, base: BaseModel, ranks: Ranks, settings: ComputeSettings) -> None:
+    def __init__(self, base: BaseModel, ranks: Ranks, settings: ComputeSettings, threads: int) -> None:
         self._ranks = ranks
+        self._lanes = Lanes(settings.lanes, threads)
         self._scorer = Scorer(base, settings.logit_rows)
         self._settings = replace(settings, plan=_fitting(settings.plan, base))
 
     def begin_forward(self, view: ModelView, samples: Sequence[Sample]) -> ForwardPass:
         """A Forward of which no slice has run."""
-        return ForwardPass(self._scorer, view, self._ranks, samples, self._settings)
+        return ForwardPass(self._scorer, view, self._ranks, self._lanes, samples, self._settings)
 
     def begin_forward_backward(
         self,
@@ -255,8 +299,20 @@ class Compute:
     ) -> BackwardPass:
         """A ForwardBackward of which no slice has run."""
         return BackwardPass(
-            self._scorer, view, self._ranks, samples, components, self._settings, skip_inert=skip_inert
+            self._scorer,
+            view,
+            self._ranks,
+            self._lanes,
+            samples,
+            components,
+            self._settings,
+            skip_inert=skip_inert,
         )
+
+
+def _array(scores: Tensor) -> Array:
+    array: Array = scores.detach().float().cpu().numpy()
+    return array
 
 
 def _fitting(wanted: PlanSettings, base: BaseModel) -> PlanSettings:

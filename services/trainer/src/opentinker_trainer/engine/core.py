@@ -71,7 +71,6 @@ class TorchEngine:
         With `ranks` of several processes each of them has an engine, and every call is made on all of them.
         """
         _check_device(settings.device)
-        torch.set_num_threads(settings.threads)
         transformers.utils.logging.disable_progress_bar()
         self._settings = settings
         self.base: BaseModel = load_base_model(
@@ -83,7 +82,7 @@ class TorchEngine:
         )
         self._ranks = ranks or Ranks()
         self._bank = AdapterBank(self.base, self._ranks, settings.model_id)
-        self._compute = Compute(self.base, self._ranks, settings.compute)
+        self._compute = Compute(self.base, self._ranks, settings.compute, settings.threads)
         self._policies: dict[str, Policy] = {}
         self._open: dict[str, _OpenPass] = {}
         """By policy: at most one pass each."""

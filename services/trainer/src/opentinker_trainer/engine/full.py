@@ -62,6 +62,11 @@ class _CopyView:
     def in_step(self) -> bool:
         return False
 
+    @property
+    def side_by_side(self) -> bool:
+        # A gradient has the size of the model.
+        return False
+
     def run(self, work: Callable[[], ResultT]) -> ResultT:
         return work()
 

@@ -75,7 +75,7 @@ class EngineHandlers:
                 device=f"cuda:{self.ranks.rank}" if request.device == "cuda" else "cpu",
                 attention=request.attention,
                 threads=request.threads,
-                compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens),
+                compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens, request.lanes or 1),
                 shard_bytes=request.export_shard_bytes or 4 * 2**30,
             ),
             self.ranks,

@@ -78,6 +78,13 @@ class ModelView(Protocol):
         """
         ...
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether several micro-batches may run at once: calls from several threads are safe, and gradients
+        are small enough to have one for each.
+        """
+        ...
+
     def run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run a micro-batch's model calls."""
         ...

@@ -18,6 +18,7 @@ from opentinker_trainer.engine.model_view import ModelView
 from opentinker_trainer.engine.policy import RESOLVED, Gradient
 from opentinker_trainer.engine.ranks import Ranks
 from opentinker_trainer.engine.token_inputs import TokenInputs
+from opentinker_trainer.engine.weights import accumulate
 
 Metrics = dict[str, tuple[float, float]]
 """Metric name -> (sum, weight); the mean is sum / weight."""
@@ -78,6 +79,23 @@ def add_losses(
         terms = _of_every_bucket(terms, components, result)
     for number, (bucket, term) in enumerate(terms.items()):
         view.differentiate(term, output.gradients.setdefault(bucket, {}), keep_graph=number + 1 < len(terms))
+
+
+def empty_part(components: Sequence[Component]) -> BackwardOutput:
+    """Of a micro-batch of which nothing is computed yet."""
+    return BackwardOutput({component.name: (0.0, 0.0) for component in components}, {}, [], {}, 0)
+
+
+def add_part(part: BackwardOutput, output: BackwardOutput) -> None:
+    """Add a micro-batch's sums, gradient and metrics to those of its pass."""
+    for name, (total, _) in part.loss_sums.items():
+        done, count = output.loss_sums[name]
+        output.loss_sums[name] = (done + total, count)
+    for bucket, gradient in part.gradients.items():
+        accumulate(gradient, output.gradients.setdefault(bucket, {}))
+    for name, (total, weight) in part.metrics.items():
+        add_metric(output.metrics, name, total, weight)
+    output.trained_tokens += part.trained_tokens
 
 
 def take_part(

@@ -105,11 +105,13 @@ def without_value_head(values: Mapping[str, ValueT]) -> dict[str, ValueT]:
     return {name: value for name, value in values.items() if name not in (HEAD_WEIGHT, HEAD_BIAS)}
 
 
-def accumulate(gradients: Mapping[str, Tensor], into: Gradient, dtype: torch.dtype) -> None:
-    """Add gradients to what was accumulated in `dtype`; becomes it where there is nothing yet."""
+def accumulate(gradients: Mapping[str, Tensor], into: Gradient, dtype: torch.dtype | None = None) -> None:
+    """Add gradients to what was accumulated in `dtype` (theirs, if None); becomes it where there is nothing
+    yet.
+    """
     for name, gradient in gradients.items():
         kept = into.get(name)
         if kept is None:
-            into[name] = gradient.to(dtype)
+            into[name] = gradient if dtype is None else gradient.to(dtype)
         else:
             kept.add_(gradient)
