@@ -25,7 +25,11 @@ from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.render import ChatTokenizer
 from opentinkerapi.runtime.status import DETAILS_KEY, StatusData, encode
 from opentinkerapi.runtime.tensors import pack, pack_floats, pack_ids, unpack_ids
-from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
+from opentinkerapi.scheduler.v1 import account_pb2, account_service_pb2, job_pb2, scheduler_service_pb2
+from opentinkerapi.scheduler.v1.account_service_pb2_grpc import (
+    AccountServiceServicer,
+    add_AccountServiceServicer_to_server,
+)
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import (
     SchedulerServiceServicer,
     add_SchedulerServiceServicer_to_server,
@@ -187,8 +191,10 @@ class Inference(InferenceServiceServicer):
 
 
 @dataclass
-class Scheduler(SchedulerServiceServicer, CatalogServiceServicer):
-    """Resolves names to the inference double. `own_job`: the policy's job runs and serves it."""
+class Scheduler(SchedulerServiceServicer, CatalogServiceServicer, AccountServiceServicer):
+    """Resolves names to the inference double. `own_job`: the policy's job runs and serves it. `users`: whose
+    keys it knows, and their roles.
+    """
 
     address: str = ""
     own_job: bool = True
@@ -200,6 +206,16 @@ class Scheduler(SchedulerServiceServicer, CatalogServiceServicer):
     renewals_until_running: int = 2
     deployed: str = "policies/p/versions/3"
     job_error: Reason | None = None
+    users: dict[str, "account_pb2.Role.ValueType"] = field(default_factory=dict)
+
+    async def ResolveApiKey(self, request: Any, context: Any) -> Any:
+        for key, role in self.users.items():
+            if hashlib.sha256(key.encode()).digest() == request.sha256:
+                caller = account_service_pb2.GetCallerResponse(
+                    caller="users/u", project="projects/p", role=role, api_key="apiKeys/k"
+                )
+                return account_service_pb2.ResolveApiKeyResponse(caller=caller)
+        await abort(context, Reason.UNAUTHENTICATED, "the API key is wrong")
 
     def endpoint(self) -> job_pb2.Endpoint:
         return job_pb2.Endpoint(
@@ -277,6 +293,7 @@ async def serve_doubles(scheduler: Scheduler, inference: Inference) -> tuple[grp
     server = grpc.aio.server()
     add_SchedulerServiceServicer_to_server(scheduler, server)
     add_CatalogServiceServicer_to_server(scheduler, server)
+    add_AccountServiceServicer_to_server(scheduler, server)
     add_InferenceServiceServicer_to_server(inference, server)
     scheduler.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -12,6 +12,7 @@ from services.gateway.tests.doubles import BASE, KEY, abort
 
 from opentinker_gateway.wire.bodies import NEUTRAL, ChatBody, TextBody
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
+from opentinkerapi.scheduler.v1 import account_pb2
 
 CHAT = "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -40,6 +41,18 @@ async def test_without_a_key_nothing_is_told(world: World, key: str) -> None:
     with pytest.raises(openai.AuthenticationError):
         await world.client(key="wrong").models.list()
     assert world.scheduler.resolved == []
+
+
+async def test_a_users_key_is_asked_about_and_a_viewers_only_looks(world: World) -> None:
+    world.scheduler.users = {"member-key": account_pb2.ROLE_MEMBER, "viewer-key": account_pb2.ROLE_VIEWER}
+    for key in world.scheduler.users:
+        assert (await world.client(key=key).models.list()).data
+    body = {"model": "mine", "messages": [{"role": "user", "content": "hello"}]}
+    async with world.http("member-key") as client:
+        assert (await client.post(CHAT, json=body)).status_code == 200
+    async with world.http("viewer-key") as client:
+        answer = await client.post(CHAT, json=body)
+    assert answer.status_code == 403
 
 
 @pytest.mark.parametrize(

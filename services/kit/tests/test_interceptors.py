@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,19 +11,26 @@ import pytest
 import structlog
 import structlog.testing
 
-from opentinker_kit.auth import AuthPolicy, current_principal
+from opentinker_kit.auth import AuthPolicy, Kind, Principal, Role, current_principal, digest_of
+from opentinker_kit.clock import SystemClock
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.interceptors import EndedCall
+from opentinker_kit.job_tokens import INFERENCE as INFERENCE_SERVERS
+from opentinker_kit.job_tokens import JobClaims, TokenSigner, TokenVerifier
+from opentinker_kit.server import build_server
+from opentinker_kit.settings import ServerSettings
 from opentinkerapi.data.v1 import blob_pb2, prompt_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from opentinkerapi.run.v1 import blob_service_pb2
+from opentinkerapi.run.v1 import blob_service_pb2, blob_service_pb2_grpc
 from opentinkerapi.run.v1.blob_service_pb2_grpc import BlobServiceStub
 from opentinkerapi.runtime import errors
+from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2
 from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-from .conftest import CALLER_KEY, SERVICE_KEY, Running, Start
+from .conftest import BLOB, CALLER_KEY, SERVICE_KEY, Running, Start
 
 UPLOAD = blob_service_pb2.CreateUploadRequest(sha256="ab", size_bytes=1)
 DOWNLOAD = blob_service_pb2.GetDownloadRequest(blob=blob_pb2.BlobRef(sha256="ab"))
@@ -293,3 +301,134 @@ async def test_calls_are_logged_with_their_ids(start: Start) -> None:
         "/opentinkerapi.run.v1.BlobService/CreateUpload",
         "call-7",
     )
+
+
+class Users:
+    """Keys of users, as the scheduler knows them."""
+
+    async def find(self, sha256: bytes) -> Principal | None:
+        for role in Role:
+            if sha256 == digest_of(f"{role}-key"):
+                return Principal(Kind.CALLER, project="p1", role=role, user="u1", api_key="k1")
+        return None
+
+
+SIGNER = TokenSigner("secret")
+CLAIMS = JobClaims("jobs/j1", "p1", 1, (INFERENCE_SERVERS,), 4e9)
+ACCESS = {
+    "/opentinkerapi.run.v1.BlobService/CreateUpload": "member",
+    "/opentinkerapi.run.v1.BlobService/GetDownload": "admin",
+    "/opentinkerapi.inference.v1.InferenceService/Sample": "job",
+    "/opentinkerapi.inference.v1.InferenceService/ListModels": "caller",
+    "/opentinkerapi.trainer.v1.TrainerService/ForwardBackward": "job",
+}
+
+
+async def _public_keys() -> dict[str, bytes]:
+    return {SIGNER.key_id: SIGNER.public_key}
+
+
+class TestUsersAndJobs:
+    def policy(self, *, tokens: bool = True) -> AuthPolicy:
+        verifier = TokenVerifier(INFERENCE_SERVERS, _public_keys, SystemClock()) if tokens else None
+        return AuthPolicy(CALLER_KEY, SERVICE_KEY, ACCESS, keys=Users(), tokens=verifier)
+
+    async def test_each_role_may_do_what_those_before_it_may(self, start: Start) -> None:
+        running = await start(auth=self.policy())
+        allowed = {}
+        for role in Role:
+            async with running.channel(f"{role}-key") as channel:
+                stub = BlobServiceStub(channel)
+                allowed[role] = []
+                for name, call in (
+                    ("member", stub.CreateUpload(UPLOAD)),
+                    ("admin", stub.GetDownload(DOWNLOAD)),
+                ):
+                    code = await call.code()
+                    if code is grpc.StatusCode.OK:
+                        allowed[role].append(name)
+                    else:
+                        assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert allowed == {Role.VIEWER: [], Role.MEMBER: ["member"], Role.ADMIN: ["member", "admin"]}
+
+    async def test_a_token_in_metadata_says_for_which_job(self, start: Start) -> None:
+        running = await start(auth=self.policy())
+        seen: list[Principal] = []
+
+        async def look() -> None:
+            seen.append(current_principal())
+
+        running.behavior.sample = look
+        async with running.channel(None, job_token=SIGNER.sign(CLAIMS)) as channel:
+            async for _ in InferenceServiceStub(channel).Sample(SAMPLE):
+                pass
+        assert [(who.job, who.project, who.role) for who in seen] == [("jobs/j1", "p1", Role.MEMBER)]
+        assert not seen[0].is_cluster_admin
+
+    async def test_a_token_in_the_request_counts_before_that_in_metadata(self, start: Start) -> None:
+        running = await start(auth=self.policy())
+        seen: list[str] = []
+
+        async def look() -> None:
+            seen.append(current_principal().job)
+
+        running.behavior.sample = look
+        request = inference_service_pb2.SampleRequest()
+        request.CopyFrom(SAMPLE)
+        request.job_token = SIGNER.sign(replace(CLAIMS, job="jobs/j2"))
+        for key, token in (("member-key", None), (None, SIGNER.sign(CLAIMS))):
+            async with running.channel(key, job_token=token) as channel:
+                async for _ in InferenceServiceStub(channel).Sample(request):
+                    pass
+        assert seen == ["jobs/j2", "jobs/j2"]
+
+    async def test_a_key_alone_is_for_no_job(self, start: Start) -> None:
+        running = await start(auth=self.policy())
+        first = trainer_service_pb2.ForwardBackwardRequest()
+        first.chunk.SetInParent()
+        for key in ("member-key", CALLER_KEY):
+            async with running.channel(key) as channel:
+                error = await failure(InferenceServiceStub(channel).Sample(SAMPLE))
+                assert (error.reason, error.violations[0][0]) == (Reason.UNAUTHENTICATED, "job_token")
+                error = await failure(TrainerServiceStub(channel).ForwardBackward(iter([first])))
+                assert error.reason == Reason.UNAUTHENTICATED
+        assert running.behavior.seen == []
+        async with running.channel(SERVICE_KEY) as channel:
+            async for _ in InferenceServiceStub(channel).Sample(SAMPLE):
+                pass
+
+    async def test_where_tokens_are_not_required_they_are_not_looked_at(self, start: Start) -> None:
+        running = await start(auth=self.policy(tokens=False))
+        async with running.channel(CALLER_KEY, job_token="whatever") as channel:
+            async for _ in InferenceServiceStub(channel).Sample(SAMPLE):
+                pass
+        assert len(running.behavior.seen) == 1
+
+
+async def test_an_observer_is_told_how_calls_ended() -> None:
+    ended: list[EndedCall] = []
+    policy = AuthPolicy(CALLER_KEY, SERVICE_KEY, {f"/{BLOB}/CreateUpload": "member"}, keys=Users())
+    server = build_server(
+        ServerSettings(),
+        lambda server: blob_service_pb2_grpc.add_BlobServiceServicer_to_server(_Gone(), server),
+        service_names=[BLOB],
+        auth=policy,
+        observer=ended.append,
+    )
+    port = await server.start()
+    for key in ("wrong", "viewer-key", "member-key"):
+        async with open_channel(f"127.0.0.1:{port}", key=key) as channel:
+            await failure(BlobServiceStub(channel).CreateUpload(UPLOAD))
+    await server.drain()
+    told = [(call.outcome, call.principal and call.principal.caller, call.request) for call in ended]
+    assert told == [
+        ("UNAUTHENTICATED", None, None),
+        ("PERMISSION_DENIED", "users/u1", None),
+        ("BLOB_NOT_FOUND", "users/u1", UPLOAD),
+    ]
+    assert all(call.peer for call in ended)
+
+
+class _Gone(blob_service_pb2_grpc.BlobServiceServicer):
+    async def CreateUpload(self, request: Any, context: Any) -> blob_service_pb2.CreateUploadResponse:
+        raise ServiceError(Reason.BLOB_NOT_FOUND)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli import serving
+from opentinker.cli import accounts, serving
 from opentinker.connection import stack
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
@@ -22,6 +22,11 @@ app = typer.Typer(
 app.command()(serving.serve)
 app.command()(serving.chat)
 app.add_typer(serving.deployments_app, name="deployments")
+app.add_typer(accounts.users_app, name="users")
+app.add_typer(accounts.projects_app, name="projects")
+app.add_typer(accounts.keys_app, name="keys")
+app.command()(accounts.audit)
+app.command()(accounts.whoami)
 
 StateDir = Annotated[
     Path | None,

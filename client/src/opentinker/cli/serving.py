@@ -39,7 +39,7 @@ def serve(
     key: Key = None,
 ) -> None:
     """Serve a model under a name until the deployment is deleted. The stack must be up."""
-    with _cluster(state_dir, address, key) as cluster:
+    with running_cluster(state_dir, address, key) as cluster:
         made = cluster.serve(model, name).result()
         typer.echo(f"{made.name} serves {made.model}; talk to it with: opentinker chat {made.name}")
         with contextlib.suppress(errors.FailedPrecondition):
@@ -60,7 +60,7 @@ def list_deployments(
     from rich.console import Console
     from rich.table import Table
 
-    with _cluster(state_dir, address, key) as cluster:
+    with running_cluster(state_dir, address, key) as cluster:
         table = Table("name", "model", "base", "state", "why", "before")
         for each in cluster.deployments().result():
             before = each.previous_models[0] if each.previous_models else ""
@@ -74,7 +74,7 @@ def list_deployments(
 @deployments_app.command()
 def promote(context: typer.Context, name: Name, model: Model) -> None:
     """Serve other weights under the name, from the next request on."""
-    with _cluster(*context.obj) as cluster:
+    with running_cluster(*context.obj) as cluster:
         done = cluster.deployment(name).result().promote(model).result()
         typer.echo(f"{done.name} serves {done.model}")
 
@@ -82,7 +82,7 @@ def promote(context: typer.Context, name: Name, model: Model) -> None:
 @deployments_app.command()
 def roll_back(context: typer.Context, name: Name) -> None:
     """Serve again what was served before."""
-    with _cluster(*context.obj) as cluster:
+    with running_cluster(*context.obj) as cluster:
         done = cluster.deployment(name).result().roll_back().result()
         typer.echo(f"{done.name} serves {done.model}")
 
@@ -90,7 +90,7 @@ def roll_back(context: typer.Context, name: Name) -> None:
 @deployments_app.command()
 def delete(context: typer.Context, name: Name) -> None:
     """Serve it no longer; the weights stay."""
-    with _cluster(*context.obj) as cluster:
+    with running_cluster(*context.obj) as cluster:
         cluster.deployment(name).result().delete().result()
         typer.echo(f"{name} is served no longer")
 
@@ -108,7 +108,7 @@ def chat(
 ) -> None:
     """Talk to a model."""
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    with _cluster(state_dir, address, key) as cluster:
+    with running_cluster(state_dir, address, key) as cluster:
         talk = Conversation(cluster, cluster.model(name), params, seed, system)
         if message is not None:
             talk.say(message)
@@ -186,7 +186,7 @@ def _lines(shown: bool) -> Iterator[str]:
         yield line.strip()
 
 
-def _cluster(state_dir: Path | None, address: str | None, key: str | None) -> Cluster:
+def running_cluster(state_dir: Path | None, address: str | None, key: str | None) -> Cluster:
     """The cluster that runs. What is served must outlive this command, so none is started for it."""
     if address is None:
         directory = stack.resolve(state_dir)

@@ -62,9 +62,14 @@ class Link:
     role: Role
     address: str
     attempt: int
-    job_token: str
+    token: Callable[[], str]
     channel: grpc.aio.Channel
     epoch: int
+
+    @property
+    def job_token(self) -> str:
+        """The job's newest token: each lasts only as long as the lease that it came with."""
+        return self.token()
 
 
 class Job:
@@ -93,8 +98,9 @@ class Job:
         self.on_end: list[Callable[[errors.OpenTinkerError], None]] = []
         """Called once when the job turns out to have ended."""
         self._renewals = asyncio.create_task(self._renew_for_ever())
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
-        """By address and job token."""
+        self._token = ""
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        """By address."""
 
     @classmethod
     async def create(
@@ -285,13 +291,15 @@ class Job:
     async def _renew(self) -> scheduler_service_pb2.RenewJobLeaseResponse:
         request = scheduler_service_pb2.RenewJobLeaseRequest(name=self.name)
         try:
-            return await self._control.call(
+            lease = await self._control.call(
                 lambda channel: SchedulerServiceStub(channel).RenewJobLease(request)
             )
         except errors.OpenTinkerError as error:
             if error.reason in (errors.Reason.INVALID_STATE, errors.Reason.JOB_NOT_FOUND):
                 self._ended(await self._post_mortem(error))
             raise self._end_error or error from None
+        self._token = lease.job_token
+        return lease
 
     async def _post_mortem(self, refusal: errors.OpenTinkerError) -> errors.OpenTinkerError:
         """Why a lease that cannot be renewed cannot be: how the job ended."""
@@ -347,17 +355,19 @@ class Job:
         found: dict[Role, list[Link]] = {}
         for endpoint in lease.endpoints:
             role = Role(endpoint.role)
-            name = (endpoint.address, lease.job_token)
-            if name not in self._channels:
-                self._channels[name] = open_channel(
-                    endpoint.address, key=self._control.key, job_token=lease.job_token
+            address = endpoint.address
+            if address not in self._channels:
+                self._channels[address] = open_channel(
+                    address, key=self._control.key, job_token=self._newest_token
                 )
-            link = Link(
-                role, endpoint.address, endpoint.attempt, lease.job_token, self._channels[name], self._epoch
-            )
+            channel = self._channels[address]
+            link = Link(role, address, endpoint.attempt, self._newest_token, channel, self._epoch)
             found.setdefault(role, []).append(link)
         for role, links in found.items():
             self._replicas.setdefault(role, Replicas()).adopt(links)
+
+    def _newest_token(self) -> str:
+        return self._token
 
     def _tell(self, job: job_pb2.Job) -> None:
         if self._watcher is None:

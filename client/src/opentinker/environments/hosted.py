@@ -149,13 +149,13 @@ class HostedEnvironment:
         options: Mapping[str, Any],
         *,
         step_timeout_s: float,
-        job_token: str = "",
+        job_token: str | Callable[[], str] = "",
         lease_ttl_s: float = LEASE_TTL_S,
         reconnect_s: float = RECONNECT_S,
     ) -> None:
         self.stub = EnvHostServiceStub(channel)
         self.info = info
-        self.job_token = job_token
+        self._job_token = job_token
         self.options = dict(options)
         self._name = f"environments/{info.name}"
         self._options_json = dump_json(self.options) if options else ""
@@ -164,6 +164,11 @@ class HostedEnvironment:
         self._reconnect_s = reconnect_s
         self._episodes: set[str] = set()
         self._renewals: asyncio.Task[None] | None = None
+
+    @property
+    def job_token(self) -> str:
+        """The token of the job that plays, as it is now."""
+        return self._job_token() if callable(self._job_token) else self._job_token
 
     async def tasks(self, split: str) -> Sequence[Task] | None:
         """The tasks of a split, None where they are drawn from the seed."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
@@ -104,12 +104,13 @@ async def environment_source(
     options: Mapping[str, Any] | None = None,
     *,
     channel: grpc.aio.Channel | None = None,
-    job_token: str = "",
+    job_token: str | Callable[[], str] = "",
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> EnvironmentSource:
     """The source for what a user passed as `env`.
 
-    A class is played here; a string names an environment of the env_host behind `channel`. Raises
+    A class is played here; a string names an environment of the env_host behind `channel`, where episodes are
+    the job's whose token is given, or asked for anew for each call. Raises
     EnvironmentDefinitionError for a class that cannot be played, InvalidArgument for options,
     UnknownEnvironment (listing what is hosted) for a name.
     """

@@ -180,7 +180,7 @@ class Rollouts:
             return self._env
         channel = await self._policy.cluster.env_channel() if isinstance(self._env, str) else None
         link = await self._policy.job.any_link()
-        return await environment_source(self._env, self._options, channel=channel, job_token=link.job_token)
+        return await environment_source(self._env, self._options, channel=channel, job_token=link.token)
 
 
 def rollouts(

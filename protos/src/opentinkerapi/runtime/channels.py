@@ -5,7 +5,7 @@ made under a job, `x-opentinker-job-token: <token>`. Retries are gRPC service co
 code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,13 @@ def open_channel(
     address: str,
     *,
     key: str | None = None,
-    job_token: str | None = None,
+    job_token: str | Callable[[], str] | None = None,
     tls: TlsFiles | None = None,
 ) -> grpc.aio.Channel:
     """Open a channel to `address` (`host:port`). Connects on first use; close it when done.
 
-    `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to.
+    `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to, or a
+    function that gives it anew for each call: tokens last as long as leases do.
     """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -79,22 +80,27 @@ def auth_metadata(key: str | None, job_token: str | None = None) -> tuple[tuple[
     return tuple(pairs)
 
 
-def _credentials(key: str | None, job_token: str | None) -> Sequence[grpc.aio.ClientInterceptor]:
-    pairs = auth_metadata(key, job_token)
-    if not pairs:
+def _credentials(
+    key: str | None, job_token: str | Callable[[], str] | None
+) -> Sequence[grpc.aio.ClientInterceptor]:
+    if not key and not job_token:
         return []
+
+    def pairs() -> tuple[tuple[str, str], ...]:
+        return auth_metadata(key, job_token() if callable(job_token) else job_token)
+
     return [_UnaryUnary(pairs), _UnaryStream(pairs), _StreamUnary(pairs), _StreamStream(pairs)]
 
 
 class _AddsMetadata:
-    """Adds fixed metadata to every call; grpc.aio wants one interceptor class for each kind of call."""
+    """Adds credentials to every call; grpc.aio wants one interceptor class for each kind of call."""
 
-    def __init__(self, pairs: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, pairs: Callable[[], tuple[tuple[str, str], ...]]) -> None:
         self._pairs = pairs
 
     def _with_metadata(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        for name, value in self._pairs:
+        for name, value in self._pairs():
             metadata.add(name, value)
         return grpc.aio.ClientCallDetails(
             method=details.method,

@@ -44,6 +44,9 @@ class Reason(StrEnum):
     TOKENIZER_NOT_FOUND = "TOKENIZER_NOT_FOUND"
     LOOP_STATE_NOT_FOUND = "LOOP_STATE_NOT_FOUND"
     DEPLOYMENT_NOT_FOUND = "DEPLOYMENT_NOT_FOUND"
+    PROJECT_NOT_FOUND = "PROJECT_NOT_FOUND"
+    USER_NOT_FOUND = "USER_NOT_FOUND"
+    API_KEY_NOT_FOUND = "API_KEY_NOT_FOUND"
     REQUEST_ID_REUSED = "REQUEST_ID_REUSED"
     SEQ_REUSED = "SEQ_REUSED"
     ALREADY_REGISTERED = "ALREADY_REGISTERED"
@@ -134,6 +137,9 @@ CATALOGUE: Mapping[Reason, Entry] = MappingProxyType(
         Reason.TOKENIZER_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no tokenizer file of that digest"),
         Reason.LOOP_STATE_NOT_FOUND: Entry(_Code.NOT_FOUND, "the run has no loop state yet"),
         Reason.DEPLOYMENT_NOT_FOUND: Entry(_Code.NOT_FOUND, "no such deployment"),
+        Reason.PROJECT_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such project"),
+        Reason.USER_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such user"),
+        Reason.API_KEY_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such API key"),
         Reason.REQUEST_ID_REUSED: Entry(
             _Code.ALREADY_EXISTS, "the request id was used with another request; make a new one"
         ),

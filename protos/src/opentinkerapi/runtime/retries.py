@@ -68,12 +68,14 @@ def _has_request_id(message: Descriptor) -> bool:
 
 def all_services() -> list[ServiceDescriptor]:
     """Every service of the API."""
-    services: list[ServiceDescriptor] = []
+    # By name: a checkout beside an installed one is two roots with the same modules.
+    services: dict[str, ServiceDescriptor] = {}
     for root in opentinkerapi.__path__:
         for path in sorted(Path(root).rglob("*_pb2.py")):
             name = ".".join(("opentinkerapi", *path.relative_to(root).with_suffix("").parts))
-            services += importlib.import_module(name).DESCRIPTOR.services_by_name.values()
-    return services
+            found = importlib.import_module(name).DESCRIPTOR.services_by_name.values()
+            services.update({service.full_name: service for service in found})
+    return list(services.values())
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from opentinker_env_host.domain.pool import PoolLimits, WorkerPool
 from opentinker_env_host.ports import WorkerLauncher
 from opentinker_env_host.servicer import EnvHostServicer
 from opentinker_env_host.settings import EnvHostSettings, EnvironmentSettings
-from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.accounts import Gate, gate
+from opentinker_kit.auth import Access
 from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
+from opentinker_kit.job_tokens import ENV_HOST
 from opentinker_kit.server import KitServer, build_server
 from opentinkerapi.env.v1 import env_host_service_pb2
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import add_EnvHostServiceServicer_to_server
@@ -23,8 +25,11 @@ from opentinkerapi.env.v1.env_host_service_pb2_grpc import add_EnvHostServiceSer
 log = structlog.get_logger()
 
 _SERVICE = env_host_service_pb2.DESCRIPTOR.services_by_name["EnvHostService"]
+_OF_THE_HOST = ("ListEnvironments", "GetEnvironment", "ListTasks")
+"""What is asked about environments, for no job."""
 METHODS: Mapping[str, Access] = {
-    f"/{_SERVICE.full_name}/{method.name}": Access.CALLER for method in _SERVICE.methods
+    f"/{_SERVICE.full_name}/{method.name}": Access.CALLER if method.name in _OF_THE_HOST else Access.JOB
+    for method in _SERVICE.methods
 }
 
 
@@ -35,6 +40,7 @@ class EnvHost:
     server: KitServer
     host: EnvironmentHost
     bus: EventBus
+    gate: Gate
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen, start the first workers, turn SERVING; returns the port."""
@@ -55,6 +61,7 @@ class EnvHost:
         """Kill the workers and close the bus."""
         await self.host.stop()
         await self.bus.close()
+        await self.gate.close()
 
 
 def build(
@@ -80,6 +87,8 @@ def build(
     host = EnvironmentHost(pools, limits, clock, BusFailureSink(bus, clock, source))
     servicer = EnvHostServicer(host, clock)
 
+    door = gate(settings, METHODS, ENV_HOST, clock)
+
     async def drain() -> None:
         host.draining = True
 
@@ -87,10 +96,10 @@ def build(
         settings,
         lambda server: add_EnvHostServiceServicer_to_server(servicer, server),
         service_names=[_SERVICE.full_name],
-        auth=AuthPolicy(settings.bootstrap_key(), settings.service_key(), METHODS),
+        auth=door.auth,
         on_drain=drain,
     )
-    return EnvHost(server, host, bus)
+    return EnvHost(server, host, bus, door)
 
 
 async def run(settings: EnvHostSettings) -> None:

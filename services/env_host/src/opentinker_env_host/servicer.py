@@ -7,6 +7,7 @@ from typing import Any
 from opentinker_env_host import wire
 from opentinker_env_host.domain.host import EnvironmentHost
 from opentinker_env_host.pages import page_of
+from opentinker_kit.auth import acting_job
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
@@ -53,28 +54,29 @@ class EnvHostServicer(EnvHostServiceServicer):
 
     async def OpenGroup(self, request: pb.OpenGroupRequest, context: Any) -> pb.OpenGroupResponse:
         recipe = wire.recipe_from_proto(request)
-        group = await self._host.open_group(request.request_id, recipe, request.size)
+        group = await self._host.open_group(request.request_id, recipe, request.size, acting_job())
         response = pb.OpenGroupResponse(group=group.name, episodes=group.episodes)
         response.expire_time.FromDatetime(self._clock.now() + timedelta(seconds=recipe.lease_ttl_s))
         return response
 
     async def Begin(self, request: pb.BeginRequest, context: Any) -> pb.BeginResponse:
-        return wire.begin_to_proto(await self._host.begin(request.episode))
+        return wire.begin_to_proto(await self._host.begin(request.episode, acting_job()))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
         action = wire.action_from_proto(request.actions)
         key = wire.action_key(request.actions)
-        return wire.step_to_proto(await self._host.step(request.episode, request.seq, key, action))
+        answered = await self._host.step(request.episode, request.seq, key, action, acting_job())
+        return wire.step_to_proto(answered)
 
     async def Finalize(self, request: pb.FinalizeRequest, context: Any) -> pb.FinalizeResponse:
-        return wire.result_to_proto(await self._host.finalize(request.episode))
+        return wire.result_to_proto(await self._host.finalize(request.episode, acting_job()))
 
     async def CloseEpisodes(self, request: pb.CloseEpisodesRequest, context: Any) -> pb.CloseEpisodesResponse:
-        await self._host.close(request.episodes)
+        await self._host.close(request.episodes, acting_job())
         return pb.CloseEpisodesResponse()
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
-        lost, lasts_s = self._host.renew(request.episodes)
+        lost, lasts_s = self._host.renew(request.episodes, acting_job())
         response = pb.RenewLeaseResponse(lost_episodes=lost)
         response.expire_time.FromDatetime(self._clock.now() + timedelta(seconds=lasts_s))
         return response

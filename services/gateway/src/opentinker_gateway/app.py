@@ -12,10 +12,10 @@ from opentinker_gateway.application.text import Text
 from opentinker_gateway.domain.book import BookLimits, EpisodeBook
 from opentinker_gateway.ports import ListedModel, Models
 from opentinker_gateway.routes.episodes import Episodes
-from opentinker_gateway.routes.http import HTTP, Door, ask_of, error_response, explained
+from opentinker_gateway.routes.http import READ, USE, Door, ask_of, error_response, explained
 from opentinker_gateway.routes.openai import OpenAi, listing, model_object
 from opentinker_gateway.settings import GatewaySettings
-from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.auth import Access, AuthPolicy, KeySource
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
@@ -60,8 +60,10 @@ class _Crowd:
             self._inside -= 1
 
 
-def build_app(settings: GatewaySettings, models: Models, clock: Clock) -> FastAPI:
-    """Every route, wired."""
+def build_app(
+    settings: GatewaySettings, models: Models, clock: Clock, keys: KeySource | None = None
+) -> FastAPI:
+    """Every route, wired. `keys` knows the keys of users."""
     # The generated documentation would tell everyone what needs a key.
     app = FastAPI(title="OpenTinker gateway", docs_url=None, redoc_url=None, openapi_url=None)
     limits = BookLimits(
@@ -72,7 +74,8 @@ def build_app(settings: GatewaySettings, models: Models, clock: Clock) -> FastAP
         idle_s=settings.episode_idle_s,
     )
     book = EpisodeBook(limits, clock)
-    auth = AuthPolicy(settings.bootstrap_key(), settings.service_key(), {HTTP: Access.CALLER})
+    access = {READ: Access.CALLER, USE: Access.MEMBER}
+    auth = AuthPolicy(settings.bootstrap_key(), settings.service_key(), access, keys=keys)
     door = Door(auth, book, settings.max_body_bytes)
     openai = OpenAi(Chat(models), Text(models), clock, settings.write_timeout_s)
     app.include_router(_health(models))
@@ -104,21 +107,21 @@ def _openai(door: Door, models: Models, openai: OpenAi) -> APIRouter:
 
     @router.get("/models")
     async def list_models(request: Request) -> Response:
-        return JSONResponse(listing(await models.list(door.caller(request))))
+        return JSONResponse(listing(await models.list(await door.caller(request, READ))))
 
     @router.get("/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
-        return JSONResponse(model_object(await models.describe(name, door.caller(request))))
+        return JSONResponse(model_object(await models.describe(name, await door.caller(request, READ))))
 
     @router.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        caller = door.caller(request)
+        caller = await door.caller(request)
         data = await door.body(request)
         return await openai.chat(request, data, ask_of(request, caller, data))
 
     @router.post("/completions")
     async def text(request: Request) -> Response:
-        caller = door.caller(request)
+        caller = await door.caller(request)
         data = await door.body(request)
         return await openai.text(request, data, ask_of(request, caller, data))
 
@@ -130,37 +133,37 @@ def _episodes(door: Door, episodes: Episodes, openai: OpenAi) -> APIRouter:
 
     @router.post("")
     async def create(request: Request) -> Response:
-        caller = door.caller(request)
+        caller = await door.caller(request)
         return await episodes.create(await door.body(request), caller)
 
     @router.get("/{identifier}")
     async def show(request: Request, identifier: str) -> Response:
-        return episodes.show(door.book.get(identifier, door.caller(request)))
+        return episodes.show(door.book.get(identifier, await door.caller(request)))
 
     @router.get("/{identifier}/trajectory")
     async def trajectory(request: Request, identifier: str) -> Response:
-        entry = door.book.get(identifier, door.caller(request))
+        entry = door.book.get(identifier, await door.caller(request))
         return episodes.trajectory(entry, request.headers.get("accept", ""))
 
     @router.delete("/{identifier}")
     async def end(request: Request, identifier: str) -> Response:
-        caller = door.caller(request)
+        caller = await door.caller(request)
         return episodes.end(door.book.get(identifier, caller), caller)
 
     @router.get("/{identifier}/v1/models")
     async def list_models(request: Request, identifier: str) -> Response:
-        episode = door.entry(request, identifier).episode
+        episode = (await door.entry(request, identifier)).episode
         return JSONResponse(listing([ListedModel(episode.model, 0, "opentinker", episode.weights)]))
 
     @router.post("/{identifier}/v1/chat/completions")
     async def chat(request: Request, identifier: str) -> Response:
-        entry = door.entry(request, identifier)
+        entry = await door.entry(request, identifier)
         data = await door.body(request)
         return await openai.chat(request, data, ask_of(request, entry.creator, data, entry))
 
     @router.post("/{identifier}/v1/completions")
     async def text(request: Request, identifier: str) -> Response:
-        entry = door.entry(request, identifier)
+        entry = await door.entry(request, identifier)
         data = await door.body(request)
         return await openai.text(request, data, ask_of(request, entry.creator, data, entry))
 

@@ -8,6 +8,7 @@ from opentinker_gateway.adapters.models import Limits, SchedulerModels
 from opentinker_gateway.app import build_app
 from opentinker_gateway.server import HttpServer
 from opentinker_gateway.settings import GatewaySettings
+from opentinker_kit.accounts import RemoteAccounts
 from opentinker_kit.clock import Clock, SystemClock
 
 
@@ -17,6 +18,7 @@ class Gateway:
 
     server: HttpServer
     models: SchedulerModels
+    accounts: RemoteAccounts
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen; returns the port."""
@@ -35,6 +37,7 @@ class Gateway:
     async def stop(self) -> None:
         """End the gateway's jobs and close its channels."""
         await self.models.close()
+        await self.accounts.close()
 
 
 def build(settings: GatewaySettings, *, clock: Clock | None = None) -> Gateway:
@@ -46,7 +49,8 @@ def build(settings: GatewaySettings, *, clock: Clock | None = None) -> Gateway:
         on_demand_jobs=settings.on_demand_jobs,
     )
     models = SchedulerModels(settings.resolve_scheduler_address, clock, limits)
-    return Gateway(HttpServer(settings, build_app(settings, models, clock)), models)
+    accounts = RemoteAccounts(settings.resolve_scheduler_address, settings.service_key(), clock)
+    return Gateway(HttpServer(settings, build_app(settings, models, clock, accounts)), models, accounts)
 
 
 async def run(settings: GatewaySettings) -> None:

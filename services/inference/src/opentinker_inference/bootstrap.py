@@ -20,13 +20,14 @@ from opentinker_inference.domain.service import InferenceDomain
 from opentinker_inference.domain.versions import ModelRef
 from opentinker_inference.ports import EngineConfig
 from opentinker_inference.prompts import PromptReader
-from opentinker_inference.servicer import METHODS, SERVICE, InferenceServicer
+from opentinker_inference.servicer import ACCESS, SERVICE, InferenceServicer
 from opentinker_inference.settings import InferenceSettings
-from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.accounts import Gate, gate
 from opentinker_kit.clock import SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
 from opentinker_kit.frames import EngineProcess
+from opentinker_kit.job_tokens import INFERENCE
 from opentinker_kit.models import ResolvedModel, image_settings, resolve_model
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.registration import Announcement, Assignment, Registration
@@ -59,6 +60,7 @@ class InferenceServer:
         self.engine: SupervisedEngine
         self.domain: InferenceDomain
         self._store: ObjectVersionStore
+        self._gate: Gate
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Resolve the model, listen, begin to start the engine; returns the port. ServiceError if the model
@@ -96,15 +98,16 @@ class InferenceServer:
             max_pending=settings.max_pending_requests,
         )
         prompts = PromptReader(image_settings(model.path), self._objects, lambda: self.domain.info)
-        servicer = InferenceServicer(self.domain, tokenizer, prompts, model.digest, settings.keep_alive_s)
+        self._gate = gate(settings, ACCESS, INFERENCE, SystemClock())
+        servicer = InferenceServicer(
+            self.domain, tokenizer, prompts, model.digest, settings.keep_alive_s, self._gate
+        )
 
         def register(server: grpc.aio.Server) -> None:
             add_InferenceServiceServicer_to_server(servicer, server)
 
-        methods = {f"/{SERVICE}/{name}": Access.CALLER for name in METHODS}
-        auth = AuthPolicy(settings.bootstrap_key(), settings.service_key(), methods)
         self.server = build_server(
-            settings, register, service_names=[SERVICE], auth=auth, on_drain=self._on_drain
+            settings, register, service_names=[SERVICE], auth=self._gate.auth, on_drain=self._on_drain
         )
         port = await self.server.start(install_signals=install_signals)
         if settings.scheduler_address or settings.scheduler_address_file:
@@ -136,6 +139,7 @@ class InferenceServer:
             await self._registration.stop()
         await self.engine.close()
         await self._events.close()
+        await self._gate.close()
         await asyncio.to_thread(self._store.clean_up)
 
     def _client(self, config: EngineConfig) -> EngineClient:

@@ -29,8 +29,8 @@ class PromptReader:
         self._objects = objects
         self._info = info
 
-    async def read(self, prompt: prompt_pb2.Prompt, field: str) -> PromptTokens:
-        """Token ids with their images.
+    async def read(self, prompt: prompt_pb2.Prompt, field: str, project: str = "") -> PromptTokens:
+        """Token ids with their images, blobs among them being those of a project.
 
         INVALID_FIELD, naming the chunk; UNSUPPORTED_OPTION for images where model or engine takes none;
         PROMPT_TOO_LONG as soon as that is certain.
@@ -44,7 +44,7 @@ class PromptReader:
             if self._settings is not None:
                 text = f"the {info.engine} engine takes no images; use engine=transformers"
             raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field=f"{field}.chunks[{first}].image")
-        chunks = await inline_images(self._objects, prompt.chunks, field) or list(prompt.chunks)
+        chunks = await inline_images(self._objects, prompt.chunks, field, project) or list(prompt.chunks)
         return await asyncio.to_thread(_mixed, chunks, field, self._settings, info.context_tokens)
 
 

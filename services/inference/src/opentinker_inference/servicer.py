@@ -1,17 +1,23 @@
 """InferenceService on the wire: one short method for each RPC."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc.aio
 
 from opentinker_inference import wire
 from opentinker_inference.adapters.tokenizer import ModelTokenizer
 from opentinker_inference.answers import Answers
+from opentinker_inference.domain.requests import OWNER
 from opentinker_inference.domain.service import InferenceDomain
+from opentinker_inference.domain.versions import ModelRef
 from opentinker_inference.prompts import PromptReader
+from opentinker_kit.accounts import Gate
+from opentinker_kit.auth import Access, acting_job, acting_project
+from opentinker_kit.errors import ServiceError
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.tensors import pack_floats, pack_ids
 
 SERVICE = "opentinkerapi.inference.v1.InferenceService"
@@ -30,6 +36,11 @@ METHODS = (
     "Detokenize",
     "GetCapabilities",
 )
+_OF_THE_SERVER = ("GetTokenizer", "RenderChat", "Tokenize", "Detokenize", "GetCapabilities")
+"""What is asked about the server and its base model, for no job."""
+ACCESS: Mapping[str, Access] = {
+    f"/{SERVICE}/{name}": Access.CALLER if name in _OF_THE_SERVER else Access.JOB for name in METHODS
+}
 _MODES = {"adapter": pb.SERVING_MODE_ADAPTER, "merged": pb.SERVING_MODE_MERGED}
 _SWAP_POLICIES = (sampling_pb2.SWAP_POLICY_DRAIN, sampling_pb2.SWAP_POLICY_CONTINUE)
 
@@ -46,12 +57,14 @@ class InferenceServicer(InferenceServiceServicer):
         prompts: PromptReader,
         base_digest: str,
         keep_alive_s: float,
+        gate: Gate,
     ) -> None:
         self._domain = domain
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._base_digest = base_digest
         self._keep_alive_s = keep_alive_s
+        self._gate = gate
 
     async def Sample(  # type: ignore[override]
         self, request: pb.SampleRequest, context: Context
@@ -68,14 +81,16 @@ class InferenceServicer(InferenceServiceServicer):
     async def ScoreTokens(  # type: ignore[override]
         self, request: pb.ScoreTokensRequest, context: Context
     ) -> pb.ScoreTokensResponse:
-        self._domain.check_attempt(request.attempt)
+        self._domain.check_attempt(request.attempt, acting_job())
+        model = wire.model_ref(request.model)
+        await self._check_own(model, "model")
         sequences = [
-            await self._prompts.read(sequence, f"sequences[{index}]")
+            await self._prompts.read(sequence, f"sequences[{index}]", acting_project())
             for index, sequence in enumerate(request.sequences)
         ]
         temperature = request.temperature if request.HasField("temperature") else 1.0
         scores = await self._domain.score(
-            wire.model_ref(request.model),
+            model,
             tuple(sequence.ids for sequence in sequences),
             temperature,
             tuple(sequence.images for sequence in sequences) if any(s.images for s in sequences) else (),
@@ -85,27 +100,32 @@ class InferenceServicer(InferenceServiceServicer):
     async def CancelSample(  # type: ignore[override]
         self, request: pb.CancelSampleRequest, context: Context
     ) -> pb.CancelSampleResponse:
-        self._domain.cancel(request.request_id)
+        self._domain.cancel(_own(request.request_id))
         return pb.CancelSampleResponse()
 
     async def AckCompletions(  # type: ignore[override]
         self, request: pb.AckCompletionsRequest, context: Context
     ) -> pb.AckCompletionsResponse:
-        self._domain.book.acknowledge(request.request_ids)
+        self._domain.book.acknowledge(map(_own, request.request_ids))
         return pb.AckCompletionsResponse()
 
     async def LoadPolicyVersion(  # type: ignore[override]
         self, request: pb.LoadPolicyVersionRequest, context: Context
     ) -> pb.LoadPolicyVersionResponse:
+        self._domain.check_attempt(0, acting_job())
+        version = wire.version_ref(request.policy_version)
+        await self._check_own(version, "policy_version")
         elapsed = await self._domain.load_version(
-            wire.version_ref(request.policy_version), may_continue=wire.may_continue(request.swap_policy)
+            version, may_continue=wire.may_continue(request.swap_policy)
         )
         return pb.LoadPolicyVersionResponse(load_time=wire.duration(elapsed))
 
     async def UnloadPolicyVersion(  # type: ignore[override]
         self, request: pb.UnloadPolicyVersionRequest, context: Context
     ) -> pb.UnloadPolicyVersionResponse:
-        await self._domain.unload_version(wire.version_ref(request.policy_version))
+        version = wire.version_ref(request.policy_version)
+        await self._check_own(version, "policy_version")
+        await self._domain.unload_version(version)
         return pb.UnloadPolicyVersionResponse()
 
     async def ListModels(  # type: ignore[override]
@@ -114,6 +134,7 @@ class InferenceServicer(InferenceServiceServicer):
         models = [
             pb.LoadedModel(model=wire.model_ref_pb(ref, self._domain.base_model), running_requests=users)
             for ref, users in self._domain.residency.loaded()
+            if ref.is_base or await self._gate.owns(ref.policy)
         ]
         return pb.ListModelsResponse(models=models)
 
@@ -171,9 +192,22 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def _answers(self, request: pb.SampleRequest, context: Context, *, stream: bool = False) -> Answers:
-        self._domain.check_attempt(request.attempt)
-        prompt = await self._prompts.read(request.prompt, "prompt")
-        call = self._domain.submit(
-            wire.sample_spec(request, prompt, stream=stream), within_s=context.time_remaining()
-        )
+        self._domain.check_attempt(request.attempt, acting_job())
+        await self._check_own(wire.model_ref(request.model), "model")
+        prompt = await self._prompts.read(request.prompt, "prompt", acting_project())
+        spec = wire.sample_spec(request, prompt, _own(request.request_id), stream=stream)
+        call = self._domain.submit(spec, within_s=context.time_remaining())
         return Answers(call, self._tokenizer, self._keep_alive_s, self._domain.queued)
+
+    async def _check_own(self, ref: ModelRef, field: str) -> None:
+        """VERSION_NOT_FOUND or CHECKPOINT_NOT_FOUND for weights of another project."""
+        if ref.is_base or await self._gate.owns(ref.policy):
+            return
+        reason = Reason.CHECKPOINT_NOT_FOUND if ref.checkpoint else Reason.VERSION_NOT_FOUND
+        raise ServiceError(reason, f"there is no {ref}", field=field)
+
+
+def _own(request_id: str) -> str:
+    """A request's id among those of all jobs: one job cannot name another's requests."""
+    job = acting_job()
+    return f"{job}{OWNER}{request_id}" if job else request_id

@@ -40,13 +40,17 @@ _SCALARS = (
 
 
 def sample_spec(
-    request: inference_service_pb2.SampleRequest, prompt: PromptTokens, *, stream: bool = False
+    request: inference_service_pb2.SampleRequest,
+    prompt: PromptTokens,
+    request_id: str,
+    *,
+    stream: bool = False,
 ) -> SampleSpec:
-    """A Sample request, its prompt as it was read; INVALID_FIELD if it is malformed. Values are checked
-    later, against the engine.
+    """A Sample request, its prompt as it was read, known as `request_id`; INVALID_FIELD if it is malformed.
+    Values are checked later, against the engine.
     """
     return SampleSpec(
-        request_id=request.request_id,
+        request_id=request_id,
         digest=request_digest(request),
         model=model_ref(request.model),
         prompt=prompt.ids,

@@ -1,8 +1,8 @@
 """What happens around every call: who calls, what is required, how it failed, one log line.
 
 One interceptor wraps the four kinds of handlers, so that the order cannot be got wrong: authorize (before the
-request is parsed), bind the call's ids for logging, check sizes and required fields, run the handler, turn
-what it raised into a status.
+request is parsed), bind the call's ids for logging, check sizes, required fields and the job token, run the
+handler, turn what it raised into a status, tell the observer.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -41,11 +42,31 @@ class _TooLarge:
         self.size = size
 
 
+@dataclass(frozen=True, slots=True)
+class EndedCall:
+    """A call that is over, for who keeps a record of calls."""
+
+    method: str
+    principal: Principal | None
+    """None where it was refused before anybody knew who called."""
+    request: Any
+    """The request, of a stream its first message; None where it was refused before it was parsed."""
+    response: Any
+    """The response; None for a stream, and for a failure."""
+    outcome: str
+    """OK, or the reason."""
+    peer: str
+
+
+Observer = Callable[[EndedCall], None]
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """See the module's text."""
 
-    def __init__(self, auth: AuthPolicy) -> None:
+    def __init__(self, auth: AuthPolicy, observer: Observer | None = None) -> None:
         self._auth = auth
+        self._observer = observer
 
     async def intercept_service(
         self,
@@ -53,24 +74,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         method = handler_call_details.method
+        principal: Principal | None = None
         try:
-            principal = self._auth.authorize(method, handler_call_details.invocation_metadata or ())
+            principal = await self._auth.identify(method, handler_call_details.invocation_metadata or ())
+            self._auth.permit(method, principal)
         except ServiceError as error:
-            return _refusal(error)
+            return _refusal(error, self._observer, method, principal)
         handler = await continuation(handler_call_details)
         if handler is None:
             return _refusal(ServiceError(Reason.UNIMPLEMENTED, f"this server has no method {method}"))
         metadata = dict(handler_call_details.invocation_metadata or ())
-        return _wrap(handler, _Call(method, principal, str(metadata.get(REQUEST_ID, ""))))
+        request_id = str(metadata.get(REQUEST_ID, ""))
+        return _wrap(handler, _Call(self._auth, self._observer, method, principal, request_id))
 
 
 class _Call:
     """One call, from its handler's start to its end."""
 
-    def __init__(self, method: str, principal: Principal, request_id: str) -> None:
+    def __init__(
+        self,
+        auth: AuthPolicy,
+        observer: Observer | None,
+        method: str,
+        principal: Principal,
+        request_id: str,
+    ) -> None:
         self.method = method
+        self._auth = auth
+        self._observer = observer
         self._principal = principal
         self._request_id = request_id or secrets.token_hex(6)
+        self._request: Any = None
+        self.response: Any = None
 
     @contextlib.asynccontextmanager
     async def around(self, context: Any) -> AsyncIterator[None]:
@@ -99,8 +134,23 @@ class _Call:
             log.exception("call failed unexpectedly", error_id=error_id)
         finally:
             self._log(outcome, failure, time.perf_counter() - start)
+            self._tell(str(outcome), context)
         if failure is not None:
             await abort(context, failure)
+
+    async def admit(self, request: Any) -> Any:
+        """The request, if its handler may have it: parsed, complete, and for a job where that is needed."""
+        checked = check_request(request)
+        if self._request is None:
+            self._request = checked
+            self._principal = await self._auth.for_request(self.method, self._principal, checked)
+            set_principal(self._principal)
+        return checked
+
+    async def admit_each(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The messages of a stream, each checked; the first one says for which job."""
+        async for request in requests:
+            yield await self.admit(request)
 
     def _log(self, outcome: str, failure: ServiceError | None, seconds: float) -> None:
         fields: dict[str, object] = {"outcome": str(outcome), "ms": round(seconds * 1000, 1)}
@@ -108,6 +158,13 @@ class _Call:
             log.info("call", message=failure.message, **fields)
         elif not self.method.startswith(_QUIET):
             log.debug("call", **fields)
+
+    def _tell(self, outcome: str, context: Any) -> None:
+        if self._observer is not None:
+            response = self.response if outcome == "OK" else None
+            self._observer(
+                EndedCall(self.method, self._principal, self._request, response, outcome, context.peer())
+            )
 
 
 async def abort(context: Any, error: ServiceError) -> None:
@@ -131,10 +188,17 @@ def check_request(request: Any) -> Any:
     return request
 
 
-def _refusal(error: ServiceError) -> Handler:
+def _refusal(
+    error: ServiceError,
+    observer: Observer | None = None,
+    method: str = "",
+    principal: Principal | None = None,
+) -> Handler:
     """A handler of any kind of call that answers with an error and parses nothing."""
 
     async def refuse(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        if observer is not None:
+            observer(EndedCall(method, principal, None, None, str(error.reason), context.peer()))
         await abort(context, error)
         yield b""
 
@@ -146,34 +210,37 @@ def _wrap(handler: Any, call: _Call) -> Handler:
     serialize = handler.response_serializer
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            _streaming(handler.stream_stream, call, _checked), deserialize, serialize
+            _streaming(handler.stream_stream, call, streams=True), deserialize, serialize
         )
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(
-            _streaming(handler.unary_stream, call, check_request), deserialize, serialize
+            _streaming(handler.unary_stream, call, streams=False), deserialize, serialize
         )
     if handler.request_streaming:
         return grpc.stream_unary_rpc_method_handler(
-            _single(handler.stream_unary, call, _checked), deserialize, serialize
+            _single(handler.stream_unary, call, streams=True), deserialize, serialize
         )
     return grpc.unary_unary_rpc_method_handler(
-        _single(handler.unary_unary, call, check_request), deserialize, serialize
+        _single(handler.unary_unary, call, streams=False), deserialize, serialize
     )
 
 
-def _single(behavior: Any, call: _Call, check: Callable[[Any], Any]) -> Any:
+def _single(behavior: Any, call: _Call, *, streams: bool) -> Any:
     async def run(request: Any, context: Any) -> Any:
         async with call.around(context):
-            return await behavior(check(request), context)
+            admitted = call.admit_each(request) if streams else await call.admit(request)
+            call.response = await behavior(admitted, context)
+            return call.response
 
     return run
 
 
-def _streaming(behavior: Any, call: _Call, check: Callable[[Any], Any]) -> Any:
+def _streaming(behavior: Any, call: _Call, *, streams: bool) -> Any:
     # A handler is an async generator, or a coroutine that writes to the context.
     async def run(request: Any, context: Any) -> AsyncIterator[Any]:
         async with call.around(context):
-            result = behavior(check(request), context)
+            admitted = call.admit_each(request) if streams else await call.admit(request)
+            result = behavior(admitted, context)
             if not hasattr(result, "__aiter__"):
                 await result
                 return
@@ -182,11 +249,6 @@ def _streaming(behavior: Any, call: _Call, check: Callable[[Any], Any]) -> Any:
                     yield response
 
     return run
-
-
-async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield check_request(request)
 
 
 def _bounded(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

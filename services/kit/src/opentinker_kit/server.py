@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from opentinker_kit.auth import AuthPolicy
 from opentinker_kit.files import write_json
-from opentinker_kit.interceptors import CallInterceptor
+from opentinker_kit.interceptors import CallInterceptor, Observer
 from opentinker_kit.lifeline import watch_lifeline
 from opentinker_kit.settings import LOOPBACK, ServerSettings
 from opentinkerapi.runtime.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
@@ -46,12 +46,13 @@ def build_server(
     service_names: Sequence[str],
     auth: AuthPolicy,
     on_drain: OnDrain | None = None,
+    observer: Observer | None = None,
 ) -> "KitServer":
     """Build a server, not yet listening.
 
     `register` adds the servicers; `service_names` are their full names, for health and reflection. `on_drain`
-    runs when the server stops accepting work and before running calls are waited for. ValueError if it would
-    listen on other than loopback without keys.
+    runs when the server stops accepting work and before running calls are waited for. `observer` is told of
+    every call that ended. ValueError if it would listen on other than loopback without keys.
     """
     if settings.listen_host not in LOOPBACK and not auth.has_keys:
         raise ValueError(
@@ -59,7 +60,7 @@ def build_server(
             "could use the server; set service_key_file and bootstrap_key_file, or listen on 127.0.0.1"
         )
     server = grpc.aio.server(
-        interceptors=[CallInterceptor(auth)],
+        interceptors=[CallInterceptor(auth, observer)],
         options=[
             ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -64,6 +64,9 @@ class ServerSettings(BaseSettings):
     tls: TlsSettings | None = None
     service_key_file: Path | None = None
     bootstrap_key_file: Path | None = None
+    require_job_tokens: bool = False
+    """Take calls for a job only with its token, and the keys of users beside the two above; both are known to
+    the scheduler, which is asked. On wherever a scheduler started the server."""
     nats_url: str = ""
     """Empty: no event bus; everyone polls the truth."""
     nats_token_file: Path | None = None
@@ -103,6 +106,17 @@ class ServerSettings(BaseSettings):
             raise ValueError(
                 f"listen_host {self.listen_host!r} can be reached from other machines, so service_key_file "
                 "and bootstrap_key_file are required; make keys, or listen on 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scheduler_for_tokens(self) -> Self:
+        keys = self.service_key_file and self.bootstrap_key_file
+        scheduler = self.scheduler_address or self.scheduler_address_file
+        if self.require_job_tokens and not (keys and scheduler):
+            raise ValueError(
+                "require_job_tokens needs service_key_file and bootstrap_key_file, and scheduler_address or "
+                "scheduler_address_file: the scheduler knows the keys that tokens are checked with"
             )
         return self
 

@@ -191,7 +191,7 @@ def build_parts(
             "gateway_address": addresses.gateway_url,
             "allow_any_model_dir": True,
         },
-        "env_host": {"listen_port": port_of(addresses.env_host)},
+        "env_host": {"listen_port": port_of(addresses.env_host), "require_job_tokens": True},
     }
     services = [
         _service(state, name, options, (lifeline, busy), {**shared, **own, **options.settings.get(name, {})})

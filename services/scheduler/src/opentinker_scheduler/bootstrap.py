@@ -2,27 +2,32 @@
 
 import asyncio
 import contextlib
-import hashlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import structlog
 
-from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.auth import AuthPolicy
+from opentinker_kit.blob_keys import blob_key
 from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
+from opentinker_kit.files import make_key_file
+from opentinker_kit.interceptors import EndedCall
+from opentinker_kit.job_tokens import TokenSigner
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
+from opentinker_kit.settings import read_secret
+from opentinker_scheduler.access import SERVICES, access_table, is_audited
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
 from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.application.accounts import Accounts, KeyRing
 from opentinker_scheduler.application.answers import Answers
-from opentinker_scheduler.application.blobs import Blobs, blob_key
+from opentinker_scheduler.application.audit import AuditLog
+from opentinker_scheduler.application.blobs import Blobs
 from opentinker_scheduler.application.catalog import Catalog
 from opentinker_scheduler.application.cluster import Cluster
 from opentinker_scheduler.application.deployments import Deployments
@@ -39,24 +44,20 @@ from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.watch import JobWatchers
-from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.launch_settings import server_settings
 from opentinker_scheduler.ports import Database, Launcher, LeadershipLost, ModelSource, Transaction
+from opentinker_scheduler.servicers.accounts import AccountServicer
 from opentinker_scheduler.servicers.catalog import CatalogServicer
 from opentinker_scheduler.servicers.jobs import SchedulerServicer
 from opentinker_scheduler.servicers.registry import ServerRegistryServicer
 from opentinker_scheduler.servicers.runs import BlobServicer, RunServicer
 from opentinker_scheduler.settings import SchedulerSettings
-from opentinkerapi.catalog.v1 import catalog_service_pb2, catalog_service_pb2_grpc
-from opentinkerapi.run.v1 import (
-    blob_service_pb2,
-    blob_service_pb2_grpc,
-    run_service_pb2,
-    run_service_pb2_grpc,
-)
+from opentinker_scheduler.wire.accounts import resource_of
+from opentinkerapi.catalog.v1 import catalog_service_pb2_grpc
+from opentinkerapi.run.v1 import blob_service_pb2_grpc, run_service_pb2_grpc
 from opentinkerapi.scheduler.v1 import (
-    scheduler_service_pb2,
+    account_service_pb2_grpc,
     scheduler_service_pb2_grpc,
-    server_registry_service_pb2,
     server_registry_service_pb2_grpc,
 )
 
@@ -65,71 +66,6 @@ log = structlog.get_logger()
 _FORGET_EVERY_S = 600.0
 _STOP_RESERVE_S = 4.0
 _LOOK_AT_DEPENDENCIES_S = 5.0
-
-_SERVICES = (
-    scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
-    server_registry_service_pb2.DESCRIPTOR.services_by_name["ServerRegistryService"],
-    catalog_service_pb2.DESCRIPTOR.services_by_name["CatalogService"],
-    run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
-    blob_service_pb2.DESCRIPTOR.services_by_name["BlobService"],
-)
-_FOR_SERVERS = ("RegisterServer", "ServerSession", "DeregisterServer")
-_FOR_TRAINERS = ("RegisterPolicy", "RegisterVersion", "RegisterCheckpoint")
-
-
-def access_table() -> Mapping[str, Access]:
-    """Who may call which method: servers join and trainers write with the service key."""
-    service_only = (*_FOR_SERVERS, *_FOR_TRAINERS)
-    return {
-        f"/{service.full_name}/{method.name}": Access.SERVICE
-        if method.name in service_only
-        else Access.CALLER
-        for service in _SERVICES
-        for method in service.methods
-    }
-
-
-def server_settings(
-    settings: SchedulerSettings, scheduler_address: str, server: Server, folder: Path
-) -> Mapping[str, Any]:
-    """What a launched server is told: how to reach everything, what to be. Unset fields are left out."""
-    options = server.options
-    shared = settings.model_dump(
-        mode="json",
-        include={
-            "listen_host",
-            "tls",
-            "service_key_file",
-            "bootstrap_key_file",
-            "nats_url",
-            "nats_token_file",
-            "s3",
-            "scheduler_address_file",
-            "lifeline_fd",
-            "log_level",
-            "log_json",
-            "model_roots",
-            "model_cache_dir",
-            "allow_any_model_dir",
-        },
-    )
-    own: dict[str, Any] = {
-        "scheduler_address": scheduler_address,
-        "state_dir": str(folder),
-        "server_id": server.id,
-        "slots": server.slots_total,
-        "base_model": server.base_model,
-        "engine": options.engine,
-        "dtype": options.dtype,
-        "serving_mode": options.serving_mode,
-        "max_lora_rank": options.max_lora_rank,
-        "context_tokens": options.context_tokens,
-    }
-    if options.ranks > 1:
-        own["ranks"] = options.ranks
-    extra = settings.server_settings.get(server.role, {})
-    merged = {**shared, **own, **extra}
-    return {key: value for key, value in merged.items() if value not in (None, "")}
 
 
 class SqlOutboxSource:
@@ -171,6 +107,14 @@ class Scheduler:
         self._retention = Retention(self._clock, grace=timedelta(seconds=settings.deletion_grace_s))
         self._sessions = Sessions()
         self._watchers = JobWatchers(self.database)
+        self._tokens = JobTokens(TokenSigner(_token_secret(settings)), self._clock)
+        self._keys = KeyRing(self.database, self._clock)
+        self._audit = AuditLog(
+            self.database,
+            self._clock,
+            keep=timedelta(days=settings.audit_keep_days),
+            most=settings.audit_max_entries,
+        )
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
         self.launcher = launcher or self._launcher()
         self.reconciler = Reconciler(
@@ -194,9 +138,12 @@ class Scheduler:
         self.server: KitServer = build_server(
             settings,
             self._add_servicers,
-            service_names=[service.full_name for service in _SERVICES],
-            auth=AuthPolicy(settings.bootstrap_key(), settings.service_key(), access_table()),
+            service_names=[service.full_name for service in SERVICES],
+            auth=AuthPolicy(
+                settings.bootstrap_key(), settings.service_key(), access_table(), keys=self._keys
+            ),
             on_drain=self._drain,
+            observer=self._ended,
         )
 
     async def start(self, *, install_signals: bool = False) -> int:
@@ -209,6 +156,7 @@ class Scheduler:
         for name, work in (
             ("reconciler", self._lead()),
             ("outbox", self._relay.run()),
+            ("audit", self._audit.run()),
             ("forget", self._forget()),
             ("sweep", self._sweep()),
             ("dependencies", self._look_at_dependencies()),
@@ -223,6 +171,8 @@ class Scheduler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(ServiceError, LeadershipLost):
+            await self._audit.flush()
         await self._bus.close()
         await self.database.close()
         if self._failed is not None:
@@ -231,8 +181,7 @@ class Scheduler:
     def _add_servicers(self, server: grpc.aio.Server) -> None:
         settings, database = self._settings, self.database
         answers = Answers(database, self._clock)
-        tokens = JobTokens(_token_key(settings))
-        jobs = Jobs(self._offer, self._models, self._leases, tokens, self._clock, settings.job_lease_s)
+        jobs = Jobs(self._offer, self._models, self._leases, self._tokens, self._clock, settings.job_lease_s)
         self._cluster = Cluster(
             database,
             self._offer,
@@ -270,6 +219,10 @@ class Scheduler:
         server_registry_service_pb2_grpc.add_ServerRegistryServiceServicer_to_server(
             ServerRegistryServicer(self._registry, self._leases), server
         )
+        account_service_pb2_grpc.add_AccountServiceServicer_to_server(
+            AccountServicer(database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit),
+            server,
+        )
         catalog_service_pb2_grpc.add_CatalogServiceServicer_to_server(
             CatalogServicer(database, answers, catalog, exports, deployments, resolution, jobs), server
         )
@@ -292,6 +245,11 @@ class Scheduler:
             pass_fds=_inherited(settings),
         )
         return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
+
+    def _ended(self, call: EndedCall) -> None:
+        if is_audited(call):
+            resource = resource_of(call.request, call.response)
+            self._audit.add(call.principal, call.method, resource, call.outcome, call.peer)
 
     def _committed(self, jobs: frozenset[str], facts: bool) -> None:
         self._watchers.changed(jobs)
@@ -322,10 +280,11 @@ class Scheduler:
         self._sessions.close()
 
     async def _forget(self) -> None:
-        """Drop answers whose time is over."""
+        """Drop answers and audit entries whose time is over."""
         while True:
             with contextlib.suppress(LeadershipLost):
                 await self.database.run(self._forget_answers)
+                await self.database.run(self._audit.forget)
             await self._clock.sleep(_FORGET_EVERY_S)
 
     async def _sweep(self) -> None:
@@ -399,6 +358,7 @@ def _inherited(settings: SchedulerSettings) -> Sequence[int]:
     return (*lifeline, *settings.inherit_fds)
 
 
-def _token_key(settings: SchedulerSettings) -> str:
-    """The key of job tokens: the services' own, so that all of them can check one."""
-    return settings.service_key() or hashlib.sha256(str(settings.database_path()).encode()).hexdigest()
+def _token_secret(settings: SchedulerSettings) -> str:
+    """What job tokens are signed with; made at the first start."""
+    path = settings.job_token_key_file or settings.state_dir / "job_tokens.key"
+    return read_secret(make_key_file(path))

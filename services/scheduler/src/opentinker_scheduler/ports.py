@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from opentinker_kit.events import OutboxRow
+from opentinker_scheduler.account_ports import AccountRepository, AuditRepository
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Assignment, Job, JobState, Server
 from opentinker_scheduler.domain.records import (
@@ -48,8 +49,14 @@ class JobRepository(Protocol):
         """Jobs that are not final, those queued earliest first."""
         ...
 
-    def page(self, before: int | None, size: int, states: Collection[JobState]) -> Sequence[Job]:
-        """Newest first, with `seq` below `before`; all states where none are named."""
+    def page(
+        self,
+        before: int | None,
+        size: int,
+        states: Collection[JobState],
+        project: str | None = None,
+    ) -> Sequence[Job]:
+        """Newest first, with `seq` below `before`; all states, and all projects, where none are named."""
         ...
 
 
@@ -108,7 +115,9 @@ class CatalogRepository(Protocol):
 
     def find_policy(self, policy_id: str) -> Policy | None: ...
 
-    def page_policies(self, before: int | None, size: int, job_id: str) -> Sequence[Policy]: ...
+    def page_policies(
+        self, before: int | None, size: int, job_id: str, project: str | None = None
+    ) -> Sequence[Policy]: ...
 
     def policy_names(self, job_id: str) -> Sequence[str]:
         """Names of a job's policies, oldest first."""
@@ -197,7 +206,7 @@ class RunRepository(Protocol):
 
     def save(self, run: Run) -> None: ...
 
-    def page(self, before: int | None, size: int) -> Sequence[Run]: ...
+    def page(self, before: int | None, size: int, project: str | None = None) -> Sequence[Run]: ...
 
     def put_metrics(self, run_id: str, rows: Sequence[MetricsRow]) -> None:
         """A row of a step that is there replaces it."""
@@ -279,6 +288,10 @@ class Transaction(Protocol):
     def requests(self) -> RequestRepository: ...
     @property
     def outbox(self) -> OutboxRepository: ...
+    @property
+    def accounts(self) -> AccountRepository: ...
+    @property
+    def audit(self) -> AuditRepository: ...
 
 
 class LeadershipLost(Exception):

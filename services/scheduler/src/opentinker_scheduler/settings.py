@@ -52,6 +52,13 @@ class SchedulerSettings(ServerSettings):
 
     database_file: Path | None = None
     """SQLite file; by default `scheduler.db` below `state_dir`."""
+    job_token_key_file: Path | None = None
+    """What job tokens are signed with (0600); by default `job_tokens.key` below `state_dir`, made at the
+    first start.
+    """
+    audit_keep_days: int = Field(default=90, ge=1)
+    """How long entries of the audit log are kept."""
+    audit_max_entries: int = Field(default=1_000_000, ge=1)
     env_host_address: str = ""
     """`host:port` where hosted environments run; told to clients."""
     gateway_address: str = ""

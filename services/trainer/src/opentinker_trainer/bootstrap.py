@@ -10,10 +10,11 @@ from typing import Any
 import psutil
 import structlog
 
-from opentinker_kit.auth import Access, AuthPolicy
+from opentinker_kit.accounts import gate
 from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
+from opentinker_kit.job_tokens import TRAINER
 from opentinker_kit.models import image_settings, resolve_model, tokenizer_files
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.registration import Announcement, Assignment, Registration
@@ -33,7 +34,7 @@ from opentinker_trainer.application.store import PolicyStore
 from opentinker_trainer.application.trainer import Base, Trainer
 from opentinker_trainer.domain.samples import Limits
 from opentinker_trainer.ports import Engine, ModelInfo
-from opentinker_trainer.servicer import METHODS, SERVICE, TrainerServicer
+from opentinker_trainer.servicer import ACCESS, SERVICE, TrainerServicer
 from opentinker_trainer.settings import TrainerSettings
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
@@ -75,6 +76,7 @@ class TrainerServer:
             if managed
             else NoCatalog()
         )
+        self._gate = gate(settings, ACCESS, TRAINER, self._clock)
         self._build()
         self.server: KitServer = build_server(
             settings,
@@ -82,11 +84,7 @@ class TrainerServer:
                 self.servicer, server
             ),
             service_names=[SERVICE],
-            auth=AuthPolicy(
-                settings.bootstrap_key(),
-                settings.service_key(),
-                {f"/{SERVICE}/{method}": Access.CALLER for method in METHODS},
-            ),
+            auth=self._gate.auth,
             on_drain=self._drain,
         )
 
@@ -144,6 +142,7 @@ class TrainerServer:
             self.trainer,
             self.admission,
             self.holdings,
+            self._gate,
             engine=settings.engine,
             dtype=settings.forward_dtype or settings.dtype,
             ranks=settings.ranks,
@@ -167,6 +166,7 @@ class TrainerServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.host.close()
         await self.catalog.close()
+        await self._gate.close()
         await self._bus.close()
         if self._failed is not None:
             raise self._failed

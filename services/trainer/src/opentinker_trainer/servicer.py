@@ -1,17 +1,20 @@
 """TrainerService: each method reads its request, asks the application, and answers."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
+from opentinker_kit.accounts import Gate
+from opentinker_kit.auth import Access, acting_job, acting_project
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinker_trainer.application.admission import Admission, ByteBudget
-from opentinker_trainer.application.holdings import Holdings
+from opentinker_trainer.application.holdings import Holdings, not_held
 from opentinker_trainer.application.trainer import Trainer
 from opentinker_trainer.domain.losses import LOSS_NAMES
+from opentinker_trainer.domain.names import checkpoint_policy
 from opentinker_trainer.domain.tuning import TUNINGS
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
@@ -21,6 +24,11 @@ SERVICE = "opentinkerapi.trainer.v1.TrainerService"
 METHODS = tuple(
     method.name for method in trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].methods
 )
+_OF_THE_SERVER = ("GetTokenizer", "GetCapabilities")
+"""What is asked about the server and no job."""
+ACCESS: Mapping[str, Access] = {
+    f"/{SERVICE}/{name}": Access.CALLER if name in _OF_THE_SERVER else Access.JOB for name in METHODS
+}
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _REMEMBER_S = 3600.0
@@ -37,6 +45,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         trainer: Trainer,
         admission: Admission,
         holdings: Holdings,
+        gate: Gate,
         *,
         engine: str,
         dtype: str,
@@ -47,6 +56,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self._trainer = trainer
         self._admission = admission
         self._holdings = holdings
+        self._gate = gate
         self._engine = engine
         self._dtype = dtype
         self._ranks = ranks
@@ -59,18 +69,26 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
     async def CreatePolicy(
         self, request: trainer_service_pb2.CreatePolicyRequest, context: _Context
     ) -> trainer_service_pb2.CreatePolicyResponse:
-        record = await self._trainer.create(request)
+        job = acting_job()
+        if job and request.job != job:
+            text = f"the call is made for {job}, and {request.job or 'no job'} is to hold the policy"
+            raise ServiceError(Reason.JOB_NOT_FOUND, text, field="job")
+        if request.from_checkpoint:
+            await self._check_checkpoint(request.from_checkpoint, "from_checkpoint")
+        record = await self._trainer.create(request, acting_project())
         return trainer_service_pb2.CreatePolicyResponse(policy=record.policy, version=record.version)
 
     async def UnloadPolicy(
         self, request: trainer_service_pb2.UnloadPolicyRequest, context: _Context
     ) -> trainer_service_pb2.UnloadPolicyResponse:
+        self._check_own(request.policy)
         now = time.monotonic()
         self._unloaded = {k: v for k, v in self._unloaded.items() if v[1] > now - _REMEMBER_S}
-        before = self._unloaded.get(request.request_id)
+        key = f"{acting_job()}|{request.request_id}"
+        before = self._unloaded.get(key)
         if before is None:
             await self._trainer.unload(request.policy, request.attempt)
-            self._unloaded[request.request_id] = (request.policy, now)
+            self._unloaded[key] = (request.policy, now)
         elif before[0] != request.policy:
             text = f"request_id {request.request_id!r} unloaded {before[0]}"
             raise ServiceError(Reason.REQUEST_ID_REUSED, text, field="request_id")
@@ -79,12 +97,14 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
     async def GetPolicy(
         self, request: trainer_service_pb2.GetPolicyRequest, context: _Context
     ) -> trainer_service_pb2.GetPolicyResponse:
+        self._check_own(request.policy)
         return self._trainer.describe(request.policy)
 
     async def Forward(
         self, request_iterator: AsyncIterator[trainer_service_pb2.ForwardRequest], context: _Context
     ) -> trainer_service_pb2.ForwardResponse:
         first = await _first(request_iterator)
+        self._check_own(first.start.header.policy)
         with self._budget.taking() as portion:
             chunks = await self._chunks(request_iterator, first.start.chunk_count, portion.take)
             logged = pb.LoggedOperation(forward=pb.LoggedForward(start=first.start, chunks=chunks))
@@ -95,6 +115,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[trainer_service_pb2.ForwardBackwardRequest], context: _Context
     ) -> trainer_service_pb2.ForwardBackwardResponse:
         first = await _first(request_iterator)
+        self._check_own(first.start.header.policy)
         with self._budget.taking() as portion:
             chunks = await self._chunks(request_iterator, first.start.chunk_count, portion.take)
             body = pb.LoggedForwardBackward(start=first.start, chunks=chunks)
@@ -106,18 +127,22 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
     async def OptimStep(
         self, request: trainer_service_pb2.OptimStepRequest, context: _Context
     ) -> trainer_service_pb2.OptimStepResponse:
+        self._check_own(request.header.policy)
         operation = await self._admission.admit(request.header, pb.LoggedOperation(optim_step=request))
         return trainer_service_pb2.OptimStepResponse(operation=operation)
 
     async def SaveCheckpoint(
         self, request: trainer_service_pb2.SaveCheckpointRequest, context: _Context
     ) -> trainer_service_pb2.SaveCheckpointResponse:
+        self._check_own(request.header.policy)
         operation = await self._admission.admit(request.header, pb.LoggedOperation(save_checkpoint=request))
         return trainer_service_pb2.SaveCheckpointResponse(operation=operation)
 
     async def RestoreCheckpoint(
         self, request: trainer_service_pb2.RestoreCheckpointRequest, context: _Context
     ) -> trainer_service_pb2.RestoreCheckpointResponse:
+        self._check_own(request.header.policy)
+        await self._check_checkpoint(request.checkpoint, "checkpoint")
         operation = await self._admission.admit(
             request.header, pb.LoggedOperation(restore_checkpoint=request)
         )
@@ -126,6 +151,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
     async def PublishWeights(
         self, request: trainer_service_pb2.PublishWeightsRequest, context: _Context
     ) -> trainer_service_pb2.PublishWeightsResponse:
+        self._check_own(request.header.policy)
         operation = await self._admission.admit(request.header, pb.LoggedOperation(publish_weights=request))
         return trainer_service_pb2.PublishWeightsResponse(operation=operation)
 
@@ -133,12 +159,14 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_service_pb2.WatchOperationsRequest, context: _Context
     ) -> AsyncIterator[trainer_service_pb2.WatchOperationsResponse]:
         self._holdings.check_open()
+        self._check_own(request.policy)
         async for operation in self._admission.watch(request.policy, request.after_seq):
             yield trainer_service_pb2.WatchOperationsResponse(operation=operation)
 
     async def GetOperation(
         self, request: trainer_service_pb2.GetOperationRequest, context: _Context
     ) -> trainer_service_pb2.GetOperationResponse:
+        self._check_own(request.policy)
         operation = await self._admission.get(request.policy, request.seq, request.wait.ToTimedelta())
         return trainer_service_pb2.GetOperationResponse(operation=operation)
 
@@ -173,6 +201,17 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             ranks=self._ranks,
             images=limits.images is not None,
         )
+
+    def _check_own(self, name: str) -> None:
+        """POLICY_NOT_FOUND, as for one that is not held here, for a policy of another job than the call's."""
+        job = acting_job()
+        if job and self._holdings.get(name).job != job:
+            raise not_held(name)
+
+    async def _check_checkpoint(self, name: str, field: str) -> None:
+        """CHECKPOINT_NOT_FOUND for a checkpoint of another project."""
+        if acting_job() and not await self._gate.owns(checkpoint_policy(name)):
+            raise ServiceError(Reason.CHECKPOINT_NOT_FOUND, f"there is no checkpoint {name}", field=field)
 
     async def _chunks(
         self, messages: AsyncIterator[PartT], count: int, take: Callable[[int], None]

@@ -82,6 +82,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The run has no loop state yet. NOT_FOUND."""
     ERROR_REASON_DEPLOYMENT_NOT_FOUND: _ErrorReason.ValueType  # 44
     """No such deployment in the project. NOT_FOUND."""
+    ERROR_REASON_PROJECT_NOT_FOUND: _ErrorReason.ValueType  # 45
+    """No such project, or none of the caller's. NOT_FOUND."""
+    ERROR_REASON_USER_NOT_FOUND: _ErrorReason.ValueType  # 46
+    """No such user. NOT_FOUND."""
+    ERROR_REASON_API_KEY_NOT_FOUND: _ErrorReason.ValueType  # 47
+    """No such API key, or none of the caller's. NOT_FOUND."""
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 50
     """The request id was used with another body. ALREADY_EXISTS."""
     ERROR_REASON_SEQ_REUSED: _ErrorReason.ValueType  # 51
@@ -208,6 +214,12 @@ ERROR_REASON_LOOP_STATE_NOT_FOUND: ErrorReason.ValueType  # 43
 """The run has no loop state yet. NOT_FOUND."""
 ERROR_REASON_DEPLOYMENT_NOT_FOUND: ErrorReason.ValueType  # 44
 """No such deployment in the project. NOT_FOUND."""
+ERROR_REASON_PROJECT_NOT_FOUND: ErrorReason.ValueType  # 45
+"""No such project, or none of the caller's. NOT_FOUND."""
+ERROR_REASON_USER_NOT_FOUND: ErrorReason.ValueType  # 46
+"""No such user. NOT_FOUND."""
+ERROR_REASON_API_KEY_NOT_FOUND: ErrorReason.ValueType  # 47
+"""No such API key, or none of the caller's. NOT_FOUND."""
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 50
 """The request id was used with another body. ALREADY_EXISTS."""
 ERROR_REASON_SEQ_REUSED: ErrorReason.ValueType  # 51

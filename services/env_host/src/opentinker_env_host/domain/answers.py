@@ -20,15 +20,20 @@ class FirstAnswers(Generic[T]):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: OrderedDict[str, tuple[bytes, float, asyncio.Future[T]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[bytes, float, asyncio.Future[T]]] = OrderedDict()
 
-    async def get(self, request_id: str, body: str, make: Callable[[], Awaitable[T]]) -> T:
-        """The answer; `make` runs once. ServiceError REQUEST_ID_REUSED if the body is another one."""
+    async def get(
+        self, request_id: str, body: str, make: Callable[[], Awaitable[T]], *, scope: str = ""
+    ) -> T:
+        """The answer; `make` runs once. ServiceError REQUEST_ID_REUSED if the body is another one. The same
+        id in another scope is another request.
+        """
+        key = (scope, request_id)
         now = self._clock.monotonic()
         while self._kept and next(iter(self._kept.values()))[1] < now - KEPT_S:
             self._kept.popitem(last=False)
         digest = hashlib.sha256(body.encode()).digest()
-        if (kept := self._kept.get(request_id)) is not None:
+        if (kept := self._kept.get(key)) is not None:
             if kept[0] != digest:
                 raise ServiceError(
                     Reason.REQUEST_ID_REUSED,
@@ -37,9 +42,9 @@ class FirstAnswers(Generic[T]):
                 )
             return await asyncio.shield(kept[2])
         future: asyncio.Future[T] = asyncio.ensure_future(make())
-        self._kept[request_id] = (digest, now, future)
+        self._kept[key] = (digest, now, future)
         try:
             return await asyncio.shield(future)
         finally:
             if future.done() and (future.cancelled() or future.exception() is not None):
-                self._kept.pop(request_id, None)
+                self._kept.pop(key, None)

@@ -42,6 +42,8 @@ class Episode:
     recipe: Recipe
     expires_at: float
     """Of the host's monotonic clock."""
+    owner: str = ""
+    """The job that opened it, to which alone it exists; empty: to all."""
     worker: Worker | None = None
     first: Reply | None = None
     journal: list[Turn] = field(default_factory=list)

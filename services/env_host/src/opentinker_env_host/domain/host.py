@@ -147,16 +147,20 @@ class EnvironmentHost:
             )
         return tasks, reply.answer["total"]
 
-    async def open_group(self, request_id: str, recipe: Recipe, size: int) -> Group:
-        """Open the episodes of a group; a repetition gets the first answer."""
+    async def open_group(self, request_id: str, recipe: Recipe, size: int, owner: str = "") -> Group:
+        """Open the episodes of a group, for the job `owner` alone where one is named; a repetition gets the
+        first answer.
+        """
         if self.draining:
             raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
         body = json.dumps(
             [recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
         )
-        return await self._answers.get(request_id, body, lambda: self._open_group(recipe, size))
+        return await self._answers.get(
+            request_id, body, lambda: self._open_group(recipe, size, owner), scope=owner
+        )
 
-    async def _open_group(self, recipe: Recipe, size: int) -> Group:
+    async def _open_group(self, recipe: Recipe, size: int, owner: str) -> Group:
         pool = self.pool(recipe.environment)
         if not 1 <= size <= self._limits.max_group_size:
             raise ServiceError(
@@ -176,41 +180,43 @@ class EnvironmentHost:
         group = secrets.token_hex(8)
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
         for name in names:
-            self._episodes[name] = Episode(name, recipe, expires_at=now + recipe.lease_ttl_s)
+            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner)
         return Group(f"groups/{group}", names)
 
-    async def begin(self, name: str) -> Reply:
+    async def begin(self, name: str, owner: str = "") -> Reply:
         """The first observation."""
-        episode = self._episode(name)
+        episode = self._episode(name, owner)
         return await self._work(self._begin(episode))
 
-    async def step(self, name: str, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
+    async def step(
+        self, name: str, seq: int, key: bytes, action: Mapping[str, Any], owner: str = ""
+    ) -> Answered:
         """Play one step, or give the stored answer of the last one. `key` identifies the request's
         actions.
         """
-        episode = self._episode(name)
+        episode = self._episode(name, owner)
         return await self._work(self._step(episode, seq, key, action))
 
-    async def finalize(self, name: str) -> Reply:
+    async def finalize(self, name: str, owner: str = "") -> Reply:
         """The return of the episode."""
-        episode = self._episode(name)
+        episode = self._episode(name, owner)
         return await self._work(self._finalize(episode))
 
-    async def close(self, names: Sequence[str]) -> None:
-        """Free episodes; unknown ones are passed over."""
+    async def close(self, names: Sequence[str], owner: str = "") -> None:
+        """Free episodes; unknown ones, and those of others, are passed over."""
         for name in names:
-            episode = self._episodes.pop(name, None)
-            if episode is not None:
+            if self._exists(name, owner):
+                episode = self._episodes.pop(name)
                 episode.closed = True
                 self._background.start(self._player.free(episode))
 
-    def renew(self, names: Sequence[str]) -> tuple[list[str], float]:
+    def renew(self, names: Sequence[str], owner: str = "") -> tuple[list[str], float]:
         """Renew leases; those that are gone, and how long the shortest of the others now lasts."""
         now = self._clock.monotonic()
-        known = [self._episodes[name] for name in names if name in self._episodes]
+        known = [self._episodes[name] for name in names if self._exists(name, owner)]
         for episode in known:
             episode.renew(now)
-        lost = [name for name in names if name not in self._episodes]
+        lost = [name for name in names if not self._exists(name, owner)]
         return lost, min((episode.recipe.lease_ttl_s for episode in known), default=0.0)
 
     async def reap_forever(self) -> None:
@@ -233,10 +239,15 @@ class EnvironmentHost:
             await self.close([episode.name])
             await self._failures.episode_failed(episode.name, episode.recipe.environment, "LEASE_EXPIRED")
 
-    def _episode(self, name: str) -> Episode:
+    def _exists(self, name: str, owner: str) -> bool:
+        """Whether there is such an episode for a job; for who names no job there are all."""
         episode = self._episodes.get(name)
-        if episode is None:
+        return episode is not None and owner in ("", episode.owner)
+
+    def _episode(self, name: str, owner: str) -> Episode:
+        if not self._exists(name, owner):
             raise not_found(name)
+        episode = self._episodes[name]
         episode.renew(self._clock.monotonic())
         return episode
 

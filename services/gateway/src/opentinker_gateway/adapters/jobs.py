@@ -7,6 +7,7 @@ for a while. If the gateway dies, its lease ends it.
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -40,6 +41,7 @@ class _Held:
     lease: scheduler_service_pb2.RenewJobLeaseResponse | None = None
     renewed: float = float("-inf")
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    job_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,12 @@ class Served:
     """Who serves a model now."""
 
     endpoints: tuple[job_pb2.Endpoint, ...]
-    job_token: str
+    token: Callable[[], str]
+
+    @property
+    def job_token(self) -> str:
+        """The job's newest token: each lasts only as long as the lease that it came with."""
+        return self.token()
 
 
 class OnDemandJobs:
@@ -80,7 +87,7 @@ class OnDemandJobs:
             lease = held.lease
             if lease is None or not lease.endpoints or self._clock.monotonic() - held.renewed > RENEW_S:
                 lease = await self._until_running(stub, held, key)
-        return Served(tuple(lease.endpoints), lease.job_token)
+        return Served(tuple(lease.endpoints), lambda: held.job_token)
 
     def lost(self, slot: job_pb2.SlotSpec, caller: Caller) -> None:
         """An endpoint did not answer: the next call asks the scheduler again."""
@@ -141,7 +148,7 @@ class OnDemandJobs:
             if error.reason in (Reason.INVALID_STATE, Reason.JOB_NOT_FOUND):
                 raise await self._ended(stub, held, key, error) from None
             raise
-        held.lease, held.renewed = lease, self._clock.monotonic()
+        held.lease, held.renewed, held.job_token = lease, self._clock.monotonic(), lease.job_token
         return lease
 
     async def _ended(

@@ -163,7 +163,8 @@ class SchedulerModels:
             await self.clock.sleep(PAUSE_S)
             resolved = await self.resolve(name, caller)
         if resolved.endpoints:
-            return Served(tuple(resolved.endpoints), resolved.job_token)
+            token = resolved.job_token
+            return Served(tuple(resolved.endpoints), lambda: token)
         return await self._jobs.serve(await self._scheduler(), resolved.slot, caller)
 
     def lost(self, resolved: catalog_service_pb2.ResolveModelResponse, caller: Caller) -> None:

@@ -147,6 +147,7 @@ class ServedModel:
                 raise ServiceError(Reason.CONNECTION_LOST, "the server ended a reply before its end")
             left = False
             if not keep:
+                metadata = auth_metadata(self._caller.key, served.job_token)
                 _background(_acknowledge(stub, request.request_id, metadata))
         except ServiceError:
             left = False
@@ -155,6 +156,7 @@ class ServedModel:
             call.cancel()
             if left:
                 # Nobody listens any more: the slot is freed now, not when the reply is long enough.
+                metadata = auth_metadata(self._caller.key, served.job_token)
                 _background(_cancel(stub, request.request_id, metadata))
 
     @contextlib.contextmanager

@@ -22,8 +22,8 @@ from opentinkerapi.runtime.reasons import Reason
 log = structlog.get_logger()
 
 T = TypeVar("T")
-HTTP = "http"
-"""The name under which the policy of keys knows this API."""
+READ, USE = "http/read", "http/use"
+"""The names under which the policy of keys knows this API: looking at models, and talking to them."""
 _IDEMPOTENCY_KEY = "idempotency-key"
 _RETRY_COUNT = "x-stainless-retry-count"
 """OpenAI's clients say with it how often they have made a call before."""
@@ -38,13 +38,15 @@ class Door:
     book: EpisodeBook
     max_body_bytes: int
 
-    def caller(self, request: Request) -> Caller:
-        """Who calls. UNAUTHENTICATED without a key of the cluster."""
+    async def caller(self, request: Request, access: str = USE) -> Caller:
+        """Who calls. UNAUTHENTICATED without a key of the cluster, PERMISSION_DENIED for one that may only
+        look.
+        """
         header = request.headers.get("authorization", "")
-        self.auth.authorize(HTTP, [("authorization", header)] if header else [])
+        await self.auth.authorize(access, [("authorization", header)] if header else [])
         return Caller(header.partition(" ")[2].strip())
 
-    def entry(self, request: Request, identifier: str) -> Entry:
+    async def entry(self, request: Request, identifier: str) -> Entry:
         """The episode, for its own key or its creator's. EPISODE_NOT_FOUND, UNAUTHENTICATED."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and key.strip().startswith(TOKEN_PREFIX):
@@ -54,7 +56,7 @@ class Door:
                     Reason.UNAUTHENTICATED, "the episode's key is wrong, or the episode is over"
                 )
             return entry
-        return self.book.get(identifier, self.caller(request))
+        return self.book.get(identifier, await self.caller(request))
 
     async def body(self, request: Request) -> bytes:
         """The body. MESSAGE_TOO_LARGE, before all of it is read, if it is over the limit."""

@@ -20,6 +20,8 @@ from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
+OWNER = "|"
+"""Between the job that made a request and the id that it gave it; ids of jobs have none."""
 KEEP_S = 600.0
 """How long the completions of a finished request are kept without an acknowledgement."""
 _SWEEP_S = 1.0
@@ -229,7 +231,7 @@ class RequestBook:
         if call is not None and call.spec.digest != spec.digest:
             raise ServiceError(
                 Reason.REQUEST_ID_REUSED,
-                f"request id {spec.request_id!r} was used with another request",
+                f"request id {_given(spec.request_id)!r} was used with another request",
                 field="request_id",
             )
         return call
@@ -244,7 +246,7 @@ class RequestBook:
         """REQUEST_NOT_FOUND if nothing is held under the id."""
         call = self._calls.get(request_id)
         if call is None:
-            text = f"no request is held under {request_id!r}; it was never made, or is forgotten"
+            text = f"no request is held under {_given(request_id)!r}; it was never made, or is forgotten"
             raise ServiceError(Reason.REQUEST_NOT_FOUND, text, field="request_id")
         return call
 
@@ -287,3 +289,8 @@ class RequestBook:
 
 def _tokens(call: SampleCall) -> int:
     return sum(len(completion.token_ids) for completion in call.completions)
+
+
+def _given(request_id: str) -> str:
+    """The id as its job gave it."""
+    return request_id.partition(OWNER)[2] if request_id.startswith("jobs/") else request_id

@@ -175,8 +175,13 @@ class InferenceDomain:
 
     # Leases
 
-    def check_attempt(self, attempt: int) -> None:
-        """STALE_ATTEMPT unless a job here holds its slot under `attempt`; 0 comes from no scheduler."""
+    def check_attempt(self, attempt: int, job: str = "") -> None:
+        """STALE_ATTEMPT unless a job here holds its slot under `attempt` (0 comes from no scheduler), and
+        unless that is the job which the call is made for, where it names one.
+        """
+        if job and job not in self.attempts:
+            text = f"{job} has no slot on this server; renew its lease for its endpoints"
+            raise ServiceError(Reason.STALE_ATTEMPT, text, field="job_token")
         if attempt and self.attempts and attempt not in self.attempts.values():
             raise ServiceError(
                 Reason.STALE_ATTEMPT,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from opentinker_kit.blob_keys import blob_key
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import ObjectStore
@@ -40,40 +41,37 @@ class Blobs:
         self._max_bytes = max_bytes
         self._expires_s = expires_s
 
-    async def create_upload(self, sha256: str, size_bytes: int) -> Upload:
-        """A PUT that only bytes of this hash fit, and only while there are none."""
+    async def create_upload(self, sha256: str, size_bytes: int, project: str) -> Upload:
+        """A PUT that only bytes of this hash fit, and only while the project has none."""
         blob = Blob(sha256, size_bytes, f"blob:{sha256}")
         check_blob(blob, "sha256")
         if not 0 < size_bytes <= self._max_bytes:
             text = f"size_bytes is {size_bytes}; it must be from 1 to {self._max_bytes}"
             raise ServiceError(Reason.INVALID_FIELD, text, field="size_bytes")
         store = self._require_store()
-        known = await store.head(blob_key(sha256))
+        key = blob_key(sha256, project)
+        known = await store.head(key)
         if known is not None:
             return Upload(Blob(sha256, known.size_bytes, blob.uri), exists=True)
-        signed = await store.presign_put(blob_key(sha256), self._expires_s, if_none_match=True, sha256=sha256)
+        signed = await store.presign_put(key, self._expires_s, if_none_match=True, sha256=sha256)
         now = self._clock.now()
         await self._database.run(lambda tx: tx.blobs.put(blob, now))
         return Upload(blob, exists=False, url=signed.url, headers=signed.headers)
 
-    async def download_url(self, blob: Blob) -> str:
-        """A GET of bytes that are there. BLOB_NOT_FOUND if they are not."""
+    async def download_url(self, blob: Blob, project: str) -> str:
+        """A GET of bytes that a project has. BLOB_NOT_FOUND if it has not."""
         check_blob(blob, "blob.sha256")
         store = self._require_store()
-        if await store.head(blob_key(blob.sha256)) is None:
+        key = blob_key(blob.sha256, project)
+        if await store.head(key) is None:
             text = f"there are no bytes with SHA-256 {blob.sha256}"
             raise ServiceError(Reason.BLOB_NOT_FOUND, text, field="blob")
-        return await store.presign_get(blob_key(blob.sha256), self._expires_s)
+        return await store.presign_get(key, self._expires_s)
 
     def _require_store(self) -> ObjectStore:
         if self._store is None:
             raise ServiceError(Reason.STORAGE_UNAVAILABLE, "this cluster has no object store (setting s3)")
         return self._store
-
-
-def blob_key(sha256: str) -> str:
-    """Where bytes of a hash are kept."""
-    return f"blobs/{sha256}"
 
 
 def check_blob(blob: Blob, field: str) -> None:

@@ -49,16 +49,17 @@ class Catalog:
         self._announce(tx, version)
         return policy
 
-    def policy(self, tx: Transaction, name: str) -> Policy:
+    def policy(self, tx: Transaction, name: str, scope: str | None = None) -> Policy:
+        """POLICY_NOT_FOUND, also for one outside the project that is looked at (None: all)."""
         (policy_id,) = require(name, Reason.POLICY_NOT_FOUND, "policy", "policies")
         policy = tx.catalog.find_policy(policy_id)
-        if policy is None:
+        if policy is None or scope not in (None, policy.project):
             raise ServiceError(Reason.POLICY_NOT_FOUND, f"there is no policy {name}", field="name")
         return policy
 
-    def delete_policy(self, tx: Transaction, name: str) -> None:
+    def delete_policy(self, tx: Transaction, name: str, scope: str | None) -> None:
         """Forget a policy. INVALID_STATE while a job that runs may still train it."""
-        policy = self.policy(tx, name)
+        policy = self.policy(tx, name, scope)
         job = tx.jobs.find(policy.job_id) if policy.job_id else None
         if job is not None and not job.state.final:
             text = (
@@ -99,9 +100,10 @@ class Catalog:
         note_progress(tx, policy.job_id)
         return version
 
-    def version(self, tx: Transaction, name: str) -> Version:
+    def version(self, tx: Transaction, name: str, scope: str | None = None) -> Version:
+        """VERSION_NOT_FOUND, also for those of policies outside the project that is looked at."""
         ids = split(name, "policies", "versions")
-        if ids is not None and ids[1].isdecimal():
+        if ids is not None and ids[1].isdecimal() and _visible(tx, ids[0], scope):
             found = tx.catalog.find_version(ids[0], int(ids[1]))
             if found is not None and found.gone:
                 text = f"the weights of {name} were deleted: newer versions of the policy took their place"
@@ -146,16 +148,17 @@ class Catalog:
         note_progress(tx, policy.job_id)
         return checkpoint
 
-    def checkpoint(self, tx: Transaction, name: str) -> Checkpoint:
+    def checkpoint(self, tx: Transaction, name: str, scope: str | None = None) -> Checkpoint:
+        """CHECKPOINT_NOT_FOUND, also for those of policies outside the project that is looked at."""
         ids = require(name, Reason.CHECKPOINT_NOT_FOUND, "checkpoint", "policies", "checkpoints")
         found = tx.catalog.find_checkpoint(*ids)
-        if found is None:
+        if found is None or not _visible(tx, ids[0], scope):
             raise ServiceError(Reason.CHECKPOINT_NOT_FOUND, f"there is no checkpoint {name}", field="name")
         return found
 
-    def delete_checkpoint(self, tx: Transaction, name: str) -> None:
+    def delete_checkpoint(self, tx: Transaction, name: str, scope: str | None) -> None:
         """CHECKPOINT_NOT_FOUND, or INVALID_STATE where a run goes on from it."""
-        self._retention.delete(tx, self.checkpoint(tx, name))
+        self._retention.delete(tx, self.checkpoint(tx, name, scope))
 
     def _check_holder(self, tx: Transaction, policy: Policy, attempt: int) -> None:
         if policy.job_id:
@@ -174,6 +177,14 @@ class Catalog:
             detail=detail,
         )
         tx.outbox.add(fact, version.create_time)
+
+
+def _visible(tx: Transaction, policy_id: str, scope: str | None) -> bool:
+    """Whether a policy belongs to the project that is looked at."""
+    if scope is None:
+        return True
+    policy = tx.catalog.find_policy(policy_id)
+    return policy is not None and policy.project == scope
 
 
 def _check_digest(sha256: str, field: str) -> None:

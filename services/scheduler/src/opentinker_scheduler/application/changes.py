@@ -32,11 +32,11 @@ _ANNOUNCED = {
 }
 
 
-def job_of(tx: Transaction, name: str) -> Job:
-    """The job of a name; JOB_NOT_FOUND."""
+def job_of(tx: Transaction, name: str, scope: str | None = None) -> Job:
+    """The job of a name; JOB_NOT_FOUND, also for one outside the project that is looked at (None: all)."""
     (job_id,) = require(name, Reason.JOB_NOT_FOUND, "job", "jobs")
     job = tx.jobs.find(job_id)
-    if job is None:
+    if job is None or scope not in (None, job.project):
         raise ServiceError(Reason.JOB_NOT_FOUND, f"there is no job {name}", field="name")
     return job
 

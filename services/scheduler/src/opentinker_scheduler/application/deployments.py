@@ -55,12 +55,12 @@ class Deployments:
         self._jobs = jobs
         self._clock = clock
 
-    async def plan(self, asked: NewDeployment) -> tuple[Target, NewJob]:
+    async def plan(self, asked: NewDeployment, project: str) -> tuple[Target, NewJob]:
         """What would be served and by which job; or why it cannot be."""
         rules.check_id(asked.id)
 
         def look(tx: Transaction) -> tuple[Target, Job | None]:
-            target = self._targets.find(tx, asked.model, MODEL)
+            target = self._targets.find(tx, asked.model, MODEL, project)
             return target, _own_job(tx, target)
 
         target, own_job = await self._database.run(look)
@@ -83,7 +83,7 @@ class Deployments:
                 Reason.ALREADY_REGISTERED, text, field="deployment_id", metadata={"name": name}
             )
         if target.policy is not None:
-            self._targets.find(tx, target.model, MODEL)  # it may have been deleted meanwhile
+            self._targets.find(tx, target.model, MODEL, project)  # it may have been deleted meanwhile
         job, now = self._jobs.create(tx, new, project), self._clock.now()
         return tx.deployments.add(
             Deployment(
@@ -110,7 +110,7 @@ class Deployments:
 
         def look(tx: Transaction) -> tuple[Deployment, Target]:
             deployment = self.find(tx, name, project).deployment
-            return deployment, self._targets.find(tx, model or _before(deployment), "model")
+            return deployment, self._targets.find(tx, model or _before(deployment), "model", project)
 
         deployment, target = await self._database.run(look)
         target = await self._targets.check_base(target, "model")
@@ -152,7 +152,7 @@ class Deployments:
         seen = self.find(tx, name, project)
         after = change(seen.deployment)
         if not after.model.startswith(rules.BASE):
-            self._targets.find(tx, after.model, "model")
+            self._targets.find(tx, after.model, "model", project)
         if seen.job is None or seen.job.state.final:
             after = replace(after, job_id=self._jobs.create(tx, again, project).id)
         tx.deployments.save(after)

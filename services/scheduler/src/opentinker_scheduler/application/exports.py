@@ -52,13 +52,13 @@ class Exports:
         self._store = store
         self._expires_s = expires_s
 
-    async def export(self, name: str) -> Export:
+    async def export(self, name: str, scope: str | None) -> Export:
         """The weights of a version or checkpoint. VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, INVALID_STATE for
         a version that is the base model itself, DIGEST_MISMATCH, STORAGE_UNAVAILABLE.
         """
         if self._store is None:
             raise ServiceError(Reason.STORAGE_UNAVAILABLE, "this cluster has no object store (setting s3)")
-        sha256, key = await self._database.run(lambda tx: self._recorded(tx, name))
+        sha256, key = await self._database.run(lambda tx: self._recorded(tx, name, scope))
         manifest = await self._manifest(name, sha256, key)
         files = [file for file in manifest["files"] if _ADAPTER.fullmatch(file["name"])]
         kind = "lora"
@@ -70,11 +70,11 @@ class Exports:
         prefix = key.rpartition("/")[0]
         return Export(kind, tuple([await self._signed(prefix, file) for file in files]))
 
-    def _recorded(self, tx: Transaction, name: str) -> tuple[str, str]:
+    def _recorded(self, tx: Transaction, name: str, scope: str | None) -> tuple[str, str]:
         if split(name, "policies", "checkpoints") is not None:
-            checkpoint = self._catalog.checkpoint(tx, name)
+            checkpoint = self._catalog.checkpoint(tx, name, scope)
             return checkpoint.sha256, checkpoint.manifest_key
-        version = self._catalog.version(tx, name)
+        version = self._catalog.version(tx, name, scope)
         return version.sha256, version.manifest_key
 
     async def _manifest(self, name: str, sha256: str, key: str) -> Mapping[str, Any]:

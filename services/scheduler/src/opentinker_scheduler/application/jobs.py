@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.job_tokens import INFERENCE
 from opentinker_scheduler.application.changes import add_job, job_of, save_job
 from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.tokens import JobTokens
@@ -96,7 +97,7 @@ class Jobs:
     def create(self, tx: Transaction, new: NewJob, project: str) -> Job:
         """Queue an admitted job."""
         if new.run:
-            self._check_run(tx, new.run)
+            self._check_run(tx, new.run, project)
         if not self._offer.limits.can_launch:
             admission.check_offered(new.slots, tx.servers.live())
         now = self._clock.now()
@@ -119,29 +120,29 @@ class Jobs:
         self._leases.attend(job.id)
         return add_job(tx, job, now)
 
-    def finish(self, tx: Transaction, name: str, outcome: JobState, message: str) -> Job:
+    def finish(self, tx: Transaction, name: str, outcome: JobState, message: str, scope: str | None) -> Job:
         check_text(message, MAX_MESSAGE, "message")
-        job = job_of(tx, name)
+        job = job_of(tx, name, scope)
         now = self._clock.now()
         return save_job(tx, job, rules.finished(job, outcome, message, now), now)
 
-    def cancel(self, tx: Transaction, name: str) -> Job:
-        job = job_of(tx, name)
+    def cancel(self, tx: Transaction, name: str, scope: str | None) -> Job:
+        job = job_of(tx, name, scope)
         now = self._clock.now()
         return save_job(tx, job, rules.cancelled(job, "cancelled by CancelJob", now), now)
 
-    def pause(self, tx: Transaction, name: str) -> Job:
-        job = job_of(tx, name)
+    def pause(self, tx: Transaction, name: str, scope: str | None) -> Job:
+        job = job_of(tx, name, scope)
         return save_job(tx, job, rules.paused(job, "paused by PauseJob"), self._clock.now())
 
-    def resume(self, tx: Transaction, name: str) -> Job:
-        job = job_of(tx, name)
+    def resume(self, tx: Transaction, name: str, scope: str | None) -> Job:
+        job = job_of(tx, name, scope)
         now = self._clock.now()
         return save_job(tx, job, rules.resumed(job, now), now)
 
-    def renewable(self, tx: Transaction, name: str) -> RenewedLease:
+    def renewable(self, tx: Transaction, name: str, scope: str | None) -> RenewedLease:
         """A job that can be kept alive. INVALID_STATE for one that ended or is paused."""
-        job = job_of(tx, name)
+        job = job_of(tx, name, scope)
         if job.state.final or job.state is JobState.PAUSED:
             way_out = "ResumeJob queues it again" if job.state is JobState.PAUSED else "create a new one"
             text = f"{name} is {job.state.upper()}, so it has no lease to renew; {way_out}"
@@ -157,9 +158,13 @@ class Jobs:
         """A client asked about a job; whether it was not heard before."""
         return not job.state.final and self._leases.attend(job.id)
 
-    def token_of(self, job_id: str, attempt: int) -> str:
+    def token_of(self, job: Job) -> str:
         """The token to send to trainer, inference and env_host."""
-        return self._tokens.issue(job_id, attempt)
+        return self._tokens.issue(job)
+
+    def sampling_token_of(self, job: Job) -> str:
+        """A token that inference servers take and no others: for who samples what another serves."""
+        return self._tokens.issue(job, audience=(INFERENCE,))
 
     def endpoints(self, tx: Transaction, job: Job) -> tuple[JobEndpoint, ...]:
         """Where a job's slots are served; none unless it runs."""
@@ -182,7 +187,8 @@ class Jobs:
             )
         return tuple(found)
 
-    def _check_run(self, tx: Transaction, name: str) -> None:
+    def _check_run(self, tx: Transaction, name: str, project: str) -> None:
         (run_id,) = require(name, Reason.INVALID_FIELD, "run", "runs")
-        if tx.runs.find(run_id) is None:
+        run = tx.runs.find(run_id)
+        if run is None or run.project != project:
             raise ServiceError(Reason.INVALID_FIELD, f"there is no run {name}", field="job.run")

@@ -48,18 +48,18 @@ class Resolution:
 
     def _look(self, tx: Transaction, name: str, project: str) -> Resolved:
         if name.startswith("deployments/"):
-            return self._deployed(tx, self._deployments.find(tx, name, project))
+            return self._deployed(tx, self._deployments.find(tx, name, project), project)
         if name.startswith("policies/"):
-            return self._policy(tx, self._targets.find(tx, name, "name"))
+            return self._policy(tx, self._targets.find(tx, name, "name", project))
         if valid_id(name) and tx.deployments.find(project, name) is not None:
-            return self._deployed(tx, self._deployments.find(tx, f"deployments/{name}", project))
+            return self._deployed(tx, self._deployments.find(tx, f"deployments/{name}", project), project)
         base = name if name.startswith(BASE) else f"{BASE}{name}"
-        target = self._targets.find(tx, base, "name")
+        target = self._targets.find(tx, base, "name", project)
         return Resolved(target, rules.slot_for(target, None, ServerOptions()))
 
-    def _deployed(self, tx: Transaction, seen: Seen) -> Resolved:
+    def _deployed(self, tx: Transaction, seen: Seen, project: str) -> Resolved:
         deployment, job = seen.deployment, seen.job
-        target = self._targets.find(tx, deployment.model, "name")
+        target = self._targets.find(tx, deployment.model, "name", project)
         state, text = rules.state_of(job), ""
         if state is DeploymentState.FAILED:
             text = f"{deployment.name} has failed: {rules.why(job)}; promote it to start it again"

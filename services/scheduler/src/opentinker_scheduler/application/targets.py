@@ -16,8 +16,9 @@ class Targets:
         self._catalog = catalog
         self._models = models
 
-    def find(self, tx: Transaction, name: str, field: str) -> Target:
-        """The weights of a name; of a policy its newest version. A base model is taken by its word.
+    def find(self, tx: Transaction, name: str, field: str, project: str) -> Target:
+        """The weights of a name in a project; of a policy its newest version. A base model is taken by its
+        word.
 
         POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND; INVALID_FIELD where it is no such name.
         """
@@ -30,13 +31,13 @@ class Targets:
             )
             raise ServiceError(Reason.INVALID_FIELD, text, field=field)
         if split(name, "policies", "checkpoints") is not None:
-            policy_id = self._catalog.checkpoint(tx, name).policy_id
+            policy_id = self._catalog.checkpoint(tx, name, project).policy_id
             policy = self._catalog.policy(tx, f"policies/{policy_id}")
             return Target(name, policy.base_model, policy)
         if name.count("/") > 1:
-            version = self._catalog.version(tx, name)
+            version = self._catalog.version(tx, name, project)
         else:
-            policy = self._catalog.policy(tx, name)
+            policy = self._catalog.policy(tx, name, project)
             version = self._catalog.version(tx, f"{name}/versions/{policy.latest_version}")
         policy = self._catalog.policy(tx, f"policies/{version.policy_id}")
         return Target(version.name, policy.base_model, policy, version.version)

@@ -1,27 +1,26 @@
-"""Job tokens: what trainer, inference and env_host will check once accounts come. Until then an opaque text
-that only this cluster can make, bound to a job and an attempt."""
+"""Job tokens: what a job's client shows to trainer, inference and env_host, and how long it may."""
 
-import hashlib
-import hmac
+from datetime import timedelta
 
-_PREFIX = "ot1"
+from opentinker_kit.clock import Clock
+from opentinker_kit.job_tokens import EVERYWHERE, JobClaims, TokenSigner
+from opentinker_scheduler.domain.model import Job
 
 
 class JobTokens:
-    """Makes tokens with a key that the cluster's services share."""
+    """Makes tokens. One lasts as long as the lease that its job has from now on; renewing gives the next."""
 
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
+    def __init__(self, signer: TokenSigner, clock: Clock) -> None:
+        self._signer = signer
+        self._clock = clock
 
-    def issue(self, job_id: str, attempt: int) -> str:
-        """The token of a job under an attempt."""
-        body = f"{_PREFIX}.{job_id}.{attempt}"
-        return f"{body}.{self._sign(body)}"
+    @property
+    def public_keys(self) -> dict[str, bytes]:
+        """What tokens are checked with, by id."""
+        return {self._signer.key_id: self._signer.public_key}
 
-    def valid(self, token: str) -> bool:
-        """Whether this cluster made the token."""
-        body, _, signature = token.rpartition(".")
-        return body.startswith(f"{_PREFIX}.") and hmac.compare_digest(signature, self._sign(body))
-
-    def _sign(self, body: str) -> str:
-        return hmac.new(self._key, f"job-token:{body}".encode(), hashlib.sha256).hexdigest()
+    def issue(self, job: Job, audience: tuple[str, ...] = EVERYWHERE) -> str:
+        """The token of a job under its attempt."""
+        expires = self._clock.now() + timedelta(seconds=job.lease_ttl_s)
+        claims = JobClaims(job.name, job.project, job.attempt, audience, expires.timestamp())
+        return self._signer.sign(claims)

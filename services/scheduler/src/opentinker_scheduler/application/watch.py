@@ -34,14 +34,14 @@ class JobWatchers:
             for event in events:
                 event.set()
 
-    async def watch(self, name: str) -> AsyncIterator[Job]:
+    async def watch(self, name: str, scope: str | None) -> AsyncIterator[Job]:
         """The job now and after each change until it is final; of quick changes only the last."""
         seen = 0
         job_id = name.removeprefix("jobs/")
         with self._registered(job_id) as event:
             while True:
                 event.clear()
-                job = await self._database.run(lambda tx: job_of(tx, name))
+                job = await self._database.run(lambda tx: job_of(tx, name, scope))
                 if job.revision != seen:
                     seen = job.revision
                     yield job

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from opentinker_kit.auth import current_principal
+from opentinker_kit.auth import Access, current_principal
 from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.catalog import Catalog
 from opentinker_scheduler.application.deployments import Deployments, Seen
@@ -58,7 +58,8 @@ class CatalogServicer(CatalogServiceServicer):
         )
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
-        policy = await self._database.run(lambda tx: self._catalog.policy(tx, request.name))
+        scope = current_principal().scope
+        policy = await self._database.run(lambda tx: self._catalog.policy(tx, request.name, scope))
         return pb.GetPolicyResponse(policy=wire.write_policy(policy))
 
     async def ListPolicies(self, request: pb.ListPoliciesRequest, context: Any) -> pb.ListPoliciesResponse:
@@ -67,13 +68,16 @@ class CatalogServicer(CatalogServiceServicer):
         job = split(request.job, "jobs") if request.job else ("",)
         if job is None:
             return pb.ListPoliciesResponse()
-        found = await self._database.run(lambda tx: tx.catalog.page_policies(before, size + 1, job[0]))
+        scope = current_principal().scope
+        found = await self._database.run(lambda tx: tx.catalog.page_policies(before, size + 1, job[0], scope))
         token = make_token("ListPolicies", request.job, found[size - 1].seq) if len(found) > size else ""
         return pb.ListPoliciesResponse(policies=map(wire.write_policy, found[:size]), next_page_token=token)
 
     async def DeletePolicy(self, request: pb.DeletePolicyRequest, context: Any) -> pb.DeletePolicyResponse:
+        scope = current_principal().scope
+
         def delete(tx: Transaction) -> pb.DeletePolicyResponse:
-            self._catalog.delete_policy(tx, request.name)
+            self._catalog.delete_policy(tx, request.name, scope)
             return pb.DeletePolicyResponse()
 
         return await self._answers.once(request, pb.DeletePolicyResponse, delete)
@@ -90,14 +94,15 @@ class CatalogServicer(CatalogServiceServicer):
         return pb.RegisterVersionResponse(version=wire.write_version(version))
 
     async def GetVersion(self, request: pb.GetVersionRequest, context: Any) -> pb.GetVersionResponse:
-        version = await self._database.run(lambda tx: self._catalog.version(tx, request.name))
+        scope = current_principal().scope
+        version = await self._database.run(lambda tx: self._catalog.version(tx, request.name, scope))
         return pb.GetVersionResponse(version=wire.write_version(version))
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Any) -> pb.ListVersionsResponse:
-        size, policy = page_size(request.page_size), request.policy
+        size, policy, scope = page_size(request.page_size), request.policy, current_principal().scope
         before = read_int("ListVersions", policy, request.page_token)
         found = await self._database.run(
-            lambda tx: tx.catalog.page_versions(self._catalog.policy(tx, policy).id, before, size + 1)
+            lambda tx: tx.catalog.page_versions(self._catalog.policy(tx, policy, scope).id, before, size + 1)
         )
         token = make_token("ListVersions", policy, found[size - 1].version) if len(found) > size else ""
         return pb.ListVersionsResponse(versions=map(wire.write_version, found[:size]), next_page_token=token)
@@ -114,23 +119,26 @@ class CatalogServicer(CatalogServiceServicer):
         return pb.RegisterCheckpointResponse(checkpoint=wire.write_checkpoint(checkpoint))
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Any) -> pb.GetCheckpointResponse:
-        checkpoint = await self._database.run(lambda tx: self._catalog.checkpoint(tx, request.name))
+        scope = current_principal().scope
+        checkpoint = await self._database.run(lambda tx: self._catalog.checkpoint(tx, request.name, scope))
         return pb.GetCheckpointResponse(checkpoint=wire.write_checkpoint(checkpoint))
 
     async def ListCheckpoints(
         self, request: pb.ListCheckpointsRequest, context: Any
     ) -> pb.ListCheckpointsResponse:
-        size, policy = page_size(request.page_size), request.policy
+        size, policy, scope = page_size(request.page_size), request.policy, current_principal().scope
         before = read_int("ListCheckpoints", policy, request.page_token)
         found = await self._database.run(
-            lambda tx: tx.catalog.page_checkpoints(self._catalog.policy(tx, policy).id, before, size + 1)
+            lambda tx: tx.catalog.page_checkpoints(
+                self._catalog.policy(tx, policy, scope).id, before, size + 1
+            )
         )
         token = make_token("ListCheckpoints", policy, found[size - 1].seq) if len(found) > size else ""
         page = map(wire.write_checkpoint, found[:size])
         return pb.ListCheckpointsResponse(checkpoints=page, next_page_token=token)
 
     async def ExportWeights(self, request: pb.ExportWeightsRequest, context: Any) -> pb.ExportWeightsResponse:
-        export = await self._exports.export(request.name)
+        export = await self._exports.export(request.name, current_principal().scope)
         files = [
             pb.ExportedFile(name=file.name, sha256=file.sha256, size_bytes=file.size_bytes, url=file.url)
             for file in export.files
@@ -140,8 +148,10 @@ class CatalogServicer(CatalogServiceServicer):
     async def DeleteCheckpoint(
         self, request: pb.DeleteCheckpointRequest, context: Any
     ) -> pb.DeleteCheckpointResponse:
+        scope = current_principal().scope
+
         def delete(tx: Transaction) -> pb.DeleteCheckpointResponse:
-            self._catalog.delete_checkpoint(tx, request.name)
+            self._catalog.delete_checkpoint(tx, request.name, scope)
             return pb.DeleteCheckpointResponse()
 
         return await self._answers.once(request, pb.DeleteCheckpointResponse, delete)
@@ -152,7 +162,8 @@ class CatalogServicer(CatalogServiceServicer):
         if given := await self._answers.given(request, pb.CreateDeploymentResponse):
             return given
         asked = deployment_wire.read_deployment(request.deployment_id, request.deployment)
-        (target, job), project = await self._deployments.plan(asked), current_principal().project
+        project = current_principal().project
+        target, job = await self._deployments.plan(asked, project)
 
         def create(tx: Transaction) -> pb.CreateDeploymentResponse:
             made = self._deployments.create(tx, asked.id, target, job, project)
@@ -220,10 +231,15 @@ class CatalogServicer(CatalogServiceServicer):
         return await self._answers.once(request, pb.DeleteDeploymentResponse, delete)
 
     async def ResolveModel(self, request: pb.ResolveModelRequest, context: Any) -> pb.ResolveModelResponse:
-        resolved = await self._resolution.resolve(request.name, current_principal().project)
-        job = resolved.job
-        token = "" if job is None else self._jobs.token_of(job.id, job.attempt)
-        return deployment_wire.write_resolved(resolved, token)
+        principal = current_principal()
+        resolved = await self._resolution.resolve(request.name, principal.project)
+        usable = principal.may(Access.MEMBER) and resolved.job is not None
+        token = self._jobs.sampling_token_of(resolved.job) if usable and resolved.job is not None else ""
+        response = deployment_wire.write_resolved(resolved, token)
+        if not usable:
+            # Who only looks is told what a name stands for, and not how to use it.
+            response.ClearField("endpoints")
+        return response
 
     def _written(self, tx: Transaction, deployment: Deployment) -> deployment_pb2.Deployment:
         return deployment_wire.write_deployment(Seen(deployment, tx.jobs.find(deployment.job_id)))

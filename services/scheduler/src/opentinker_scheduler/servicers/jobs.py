@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from typing import Any
 
-from opentinker_kit.auth import current_principal
+from opentinker_kit.auth import Access, current_principal
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.answers import Answers
@@ -15,7 +15,7 @@ from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.pages import make_token, page_size, read_int
 from opentinker_scheduler.application.registry import Registry
 from opentinker_scheduler.application.watch import JobWatchers
-from opentinker_scheduler.domain.model import JobState
+from opentinker_scheduler.domain.model import Job, JobState
 from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.wire import jobs as wire
 from opentinkerapi.runtime.reasons import Reason
@@ -57,27 +57,29 @@ class SchedulerServicer(SchedulerServiceServicer):
             return pb.CreateJobResponse(job=wire.write_job(self._jobs.create(tx, new, project)))
 
         response = await self._answers.once(request, pb.CreateJobResponse, create)
-        await self._heard(response.job)
+        job = await self._heard(response.job)
         # The token is not kept with the answer: it is made anew, for whoever may ask.
-        job_id = response.job.name.removeprefix("jobs/")
-        response.job_token = self._jobs.token_of(job_id, response.job.attempt)
+        response.job_token = self._jobs.token_of(job)
         return response
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
-        job = await self._database.run(lambda tx: job_of(tx, request.name))
+        scope = current_principal().scope
+        job = await self._database.run(lambda tx: job_of(tx, request.name, scope))
         return pb.GetJobResponse(job=wire.write_job(job))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         states = {wire.read_enum(wire.STATES, state, "states", "job state") for state in request.states}
-        scope, size = ",".join(sorted(states)), page_size(request.page_size)
-        before = read_int("ListJobs", scope, request.page_token)
-        found = await self._database.run(lambda tx: tx.jobs.page(before, size + 1, states))
-        token = make_token("ListJobs", scope, found[size - 1].seq) if len(found) > size else ""
+        asked, size = ",".join(sorted(states)), page_size(request.page_size)
+        before, scope = read_int("ListJobs", asked, request.page_token), current_principal().scope
+        found = await self._database.run(lambda tx: tx.jobs.page(before, size + 1, states, scope))
+        token = make_token("ListJobs", asked, found[size - 1].seq) if len(found) > size else ""
         return pb.ListJobsResponse(jobs=map(wire.write_job, found[:size]), next_page_token=token)
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.WatchJobResponse]:
-        async for job in self._watchers.watch(request.name):
-            if self._jobs.attend(job):
+        principal = current_principal()
+        async for job in self._watchers.watch(request.name, principal.scope):
+            # Who only looks is not the client that a job waits for.
+            if principal.may(Access.MEMBER) and self._jobs.attend(job):
                 self._wake()
             yield pb.WatchJobResponse(job=wire.write_job(job))
 
@@ -86,50 +88,61 @@ class SchedulerServicer(SchedulerServiceServicer):
         if outcome not in (JobState.SUCCEEDED, JobState.FAILED):
             text = f"outcome is {outcome.upper()}; it must be SUCCEEDED or FAILED"
             raise ServiceError(Reason.INVALID_FIELD, text, field="outcome")
+        scope = current_principal().scope
 
         def finish(tx: Transaction) -> pb.FinishJobResponse:
-            job = self._jobs.finish(tx, request.name, outcome, request.message)
+            job = self._jobs.finish(tx, request.name, outcome, request.message, scope)
             return pb.FinishJobResponse(job=wire.write_job(job))
 
         return await self._answers.once(request, pb.FinishJobResponse, finish)
 
     async def CancelJob(self, request: pb.CancelJobRequest, context: Any) -> pb.CancelJobResponse:
+        scope = current_principal().scope
+
         def cancel(tx: Transaction) -> pb.CancelJobResponse:
-            return pb.CancelJobResponse(job=wire.write_job(self._jobs.cancel(tx, request.name)))
+            return pb.CancelJobResponse(job=wire.write_job(self._jobs.cancel(tx, request.name, scope)))
 
         return await self._answers.once(request, pb.CancelJobResponse, cancel)
 
     async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
+        scope = current_principal().scope
+
         def pause(tx: Transaction) -> pb.PauseJobResponse:
-            return pb.PauseJobResponse(job=wire.write_job(self._jobs.pause(tx, request.name)))
+            return pb.PauseJobResponse(job=wire.write_job(self._jobs.pause(tx, request.name, scope)))
 
         return await self._answers.once(request, pb.PauseJobResponse, pause)
 
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
+        scope = current_principal().scope
+
         def resume(tx: Transaction) -> pb.ResumeJobResponse:
-            return pb.ResumeJobResponse(job=wire.write_job(self._jobs.resume(tx, request.name)))
+            return pb.ResumeJobResponse(job=wire.write_job(self._jobs.resume(tx, request.name, scope)))
 
         response = await self._answers.once(request, pb.ResumeJobResponse, resume)
         await self._heard(response.job)
         return response
 
     async def RenewJobLease(self, request: pb.RenewJobLeaseRequest, context: Any) -> pb.RenewJobLeaseResponse:
-        lease = await self._database.run(lambda tx: self._jobs.renewable(tx, request.name))
+        scope = current_principal().scope
+        lease = await self._database.run(lambda tx: self._jobs.renewable(tx, request.name, scope))
         if self._jobs.heard(lease.job):
             self._wake()
         return pb.RenewJobLeaseResponse(
             job=wire.write_job(lease.job),
             endpoints=map(wire.write_endpoint, lease.endpoints),
-            job_token=self._jobs.token_of(lease.job.id, lease.job.attempt),
+            job_token=self._jobs.token_of(lease.job),
             expire_time=wire.timestamp(self._clock.now() + timedelta(seconds=lease.job.lease_ttl_s)),
         )
 
-    async def _heard(self, answered: job_pb2.Job) -> None:
-        """A client began or resumed a job, or asked again as the first answer was lost: it has a lease."""
-        job = await self._database.run(lambda tx: tx.jobs.find(answered.name.removeprefix("jobs/")))
-        if job is not None and not job.state.final and job.state is not JobState.PAUSED:
+    async def _heard(self, answered: job_pb2.Job) -> Job:
+        """A client began or resumed a job, or asked again as the first answer was lost: it has a lease.
+        The job as it is now.
+        """
+        job = await self._database.run(lambda tx: job_of(tx, answered.name))
+        if not job.state.final and job.state is not JobState.PAUSED:
             self._jobs.heard(job)
             self._wake()
+        return job
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Any) -> pb.GetClusterResponse:
         cluster = await self._cluster.describe()
@@ -148,6 +161,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def ListServers(self, request: pb.ListServersRequest, context: Any) -> pb.ListServersResponse:
         scope, size = str(request.include_ended), page_size(request.page_size)
         before = read_int("ListServers", scope, request.page_token)
+        details = current_principal().is_cluster_admin
 
         def read(tx: Transaction) -> list[job_pb2.Server]:
             found = tx.servers.page(before, size + 1, request.include_ended)
@@ -159,7 +173,7 @@ class SchedulerServicer(SchedulerServiceServicer):
                 expires = now + timedelta(seconds=left) if left > 0 else None
                 used = sum(assignment.state.held for assignment in tx.assignments.of_server(server.id))
                 load = self._registry.loads.get(server.id)
-                servers.append(wire.write_server(server, used, load, expires))
+                servers.append(wire.write_server(server, used, load, expires, details=details))
             return servers
 
         seqs: list[int] = []

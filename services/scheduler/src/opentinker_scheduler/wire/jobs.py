@@ -208,7 +208,10 @@ def write_endpoint(endpoint: JobEndpoint) -> job_pb2.Endpoint:
     )
 
 
-def write_server(server: Server, used: int, load: Load | None, expires: datetime | None) -> job_pb2.Server:
+def write_server(
+    server: Server, used: int, load: Load | None, expires: datetime | None, *, details: bool = True
+) -> job_pb2.Server:
+    """`details`: with what is of use on its machine only, to who runs the cluster."""
     options = server.reported if server.reported != ServerOptions() else server.options
     result = job_pb2.Server(
         name=server.name,
@@ -221,8 +224,8 @@ def write_server(server: Server, used: int, load: Load | None, expires: datetime
         slots_used=used,
         attempt=server.attempt,
         start_time=timestamp(server.start_time),
-        pid=server.pid,
-        log_path=server.log_path,
+        pid=server.pid if details else 0,
+        log_path=server.log_path if details else "",
         launcher=server.launcher,
     )
     if expires is not None:

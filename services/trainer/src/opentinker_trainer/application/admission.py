@@ -205,14 +205,15 @@ class Admission:
             await self._store.forget_operations(policy.name, seqs)
 
     async def _validate(self, policy: HeldPolicy, logged: pb.LoggedOperation) -> None:
+        project = policy.record.policy.project
         match logged.WhichOneof("body"):
             case "forward":
                 _check_values(logged.forward.start, has_head=policy.record.policy.tuning.value_head)
-                await self._check_samples(await samples_of(self._store, logged.forward.chunks), None)
+                await self._check_samples(await samples_of(self._store, logged.forward.chunks, project), None)
             case "forward_backward":
                 components = wire.components_of(logged.forward_backward.start.losses)
                 check_value_head(components, has_one=policy.record.policy.tuning.value_head)
-                samples = await samples_of(self._store, logged.forward_backward.chunks)
+                samples = await samples_of(self._store, logged.forward_backward.chunks, project)
                 await self._check_samples(samples, components)
             case "optim_step":
                 step = logged.optim_step

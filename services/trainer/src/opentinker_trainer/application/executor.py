@@ -43,16 +43,18 @@ _ABOUT_WEIGHTS = (Reason.CHECKPOINT_NOT_FOUND, Reason.DIGEST_MISMATCH, Reason.IN
 Samples = list[train_sample_pb2.TrainSample]
 
 
-async def samples_of(store: PolicyStore, chunks: Sequence[trainer_service_pb2.SampleChunk]) -> Samples:
-    """The samples of an operation; those in blobs, and images in blobs, fetched."""
+async def samples_of(
+    store: PolicyStore, chunks: Sequence[trainer_service_pb2.SampleChunk], project: str
+) -> Samples:
+    """The samples of an operation; those in blobs of the project, and images in them, fetched."""
     samples: Samples = []
     for chunk in chunks:
         content = chunk
         if chunk.HasField("blob"):
-            content = trainer_service_pb2.SampleChunk.FromString(await store.read_blob(chunk.blob))
+            content = trainer_service_pb2.SampleChunk.FromString(await store.read_blob(chunk.blob, project))
         samples.extend(content.samples)
     for index, sample in enumerate(samples):
-        fetched = await inline_images(store.objects, sample.chunks, f"samples[{index}]")
+        fetched = await inline_images(store.objects, sample.chunks, f"samples[{index}]", project)
         if fetched is not None:
             samples[index] = train_sample_pb2.TrainSample()
             samples[index].CopyFrom(sample)
@@ -125,7 +127,7 @@ class Executor:
                 answer = await engine.advance(policy.name)
                 if not answer.HasField("forward"):
                     return None
-                await self._forward(answer.forward, done)
+                await self._forward(policy, answer.forward, done)
             case "forward_backward":
                 if not begun:
                     await engine.begin(await self._forward_backward_pass(policy, logged.forward_backward))
@@ -167,21 +169,29 @@ class Executor:
             return True
         return await self.run(engine, policy, logged, begun=begun) is not None
 
+    async def _samples(
+        self, policy: HeldPolicy, chunks: Sequence[trainer_service_pb2.SampleChunk]
+    ) -> Samples:
+        project = policy.record.policy.project
+        return await patiently(self._clock, lambda: samples_of(self._store, chunks, project))
+
     async def _forward_pass(self, policy: HeldPolicy, body: pb.LoggedForward) -> pb.TrainBeginRequest:
         request = pb.TrainForwardRequest(
             policy=policy.name,
-            samples=await patiently(self._clock, lambda: samples_of(self._store, body.chunks)),
+            samples=await self._samples(policy, body.chunks),
             return_entropy=body.start.return_entropy,
             use_base_model=body.start.use_base_model,
             return_values=body.start.return_values,
         )
         return pb.TrainBeginRequest(forward=request)
 
-    async def _forward(self, answer: pb.TrainForwardResponse, done: operation_pb2.Operation) -> None:
+    async def _forward(
+        self, policy: HeldPolicy, answer: pb.TrainForwardResponse, done: operation_pb2.Operation
+    ) -> None:
         result = done.forward
         result.CopyFrom(answer.result)
         if result.ByteSize() > _INLINE_RESULT_BYTES:
-            blob = await self._store.write_blob(result.SerializeToString())
+            blob = await self._store.write_blob(result.SerializeToString(), policy.record.policy.project)
             del result.outputs[:]
             result.outputs_blob.CopyFrom(blob)
         done.engine_time.CopyFrom(answer.engine_time)
@@ -191,7 +201,7 @@ class Executor:
     ) -> pb.TrainBeginRequest:
         request = pb.TrainForwardBackwardRequest(
             policy=policy.name,
-            samples=await patiently(self._clock, lambda: samples_of(self._store, body.chunks)),
+            samples=await self._samples(policy, body.chunks),
             losses=body.start.losses,
             return_logprobs=body.start.return_logprobs,
             skip_inert_rows=body.start.skip_inert_rows,
@@ -206,8 +216,11 @@ class Executor:
         result = done.forward_backward
         result.CopyFrom(answer.result)
         if result.ByteSize() > _INLINE_RESULT_BYTES:
+            project = policy.record.policy.project
             blob = await patiently(
-                self._clock, lambda: self._store.write_blob(result.SerializeToString()), _FOR_EVER_S
+                self._clock,
+                lambda: self._store.write_blob(result.SerializeToString(), project),
+                _FOR_EVER_S,
             )
             del result.outputs[:]
             result.outputs_blob.CopyFrom(blob)
@@ -341,6 +354,7 @@ class Executor:
                 lambda: fetch_import(
                     self._store,
                     record.import_files,
+                    record.policy.project,
                     directory,
                     policy.spec,
                     record.policy.base_model,

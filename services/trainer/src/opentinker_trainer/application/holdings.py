@@ -48,7 +48,7 @@ class Holdings:
         """POLICY_NOT_FOUND if this server does not hold it."""
         policy = self._policies.get(check_policy(name))
         if policy is None:
-            raise ServiceError(Reason.POLICY_NOT_FOUND, f"this server does not hold {name}")
+            raise not_held(name)
         return policy
 
     def assign(self, job: str, attempt: int) -> None:
@@ -94,3 +94,8 @@ class Holdings:
     def may_run(self, policy: HeldPolicy) -> bool:
         """Whether the policy may be changed now, by this server's own clock."""
         return policy.gone is None and (self._attempts is None or self._holds_lease())
+
+
+def not_held(name: str) -> ServiceError:
+    """What is said of a policy that this server does not hold, or not for the caller."""
+    return ServiceError(Reason.POLICY_NOT_FOUND, f"this server does not hold {name}")

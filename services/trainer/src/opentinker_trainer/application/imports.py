@@ -45,14 +45,21 @@ def check_names(files: Files, spec: TuningSpec) -> None:
 
 
 async def fetch_import(
-    store: PolicyStore, files: Files, directory: Path, spec: TuningSpec, base_model: str, model_dir: Path
+    store: PolicyStore,
+    files: Files,
+    project: str,
+    directory: Path,
+    spec: TuningSpec,
+    base_model: str,
+    model_dir: Path,
 ) -> None:
-    """Bring imported files into a directory. ServiceError names the file that is not what it should be.
+    """Bring files that a project uploaded into a directory. ServiceError names the one that is not what it
+    should be.
 
     BLOB_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS. `model_dir` is the base model's folder.
     """
     for file in files:
-        await store.fetch_blob(file.blob, directory / file.name, what=file.name)
+        await store.fetch_blob(file.blob, directory / file.name, project, what=file.name)
     await asyncio.to_thread(_check, directory, spec, base_model, model_dir)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opentinker_kit.blob_keys import blob_key
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.objects import ObjectStore
 from opentinker_trainer.domain.manifest import MANIFEST, Manifest, StoredFile
@@ -181,27 +182,29 @@ class PolicyStore:
         for info in await self.objects.list(f"{prefix}/"):
             await self.objects.delete(info.key)
 
-    async def read_blob(self, blob: blob_pb2.BlobRef) -> bytes:
-        """Uploaded bytes. BLOB_NOT_FOUND, or DIGEST_MISMATCH if they are not what their name says."""
+    async def read_blob(self, blob: blob_pb2.BlobRef, project: str) -> bytes:
+        """Bytes that a project uploaded. BLOB_NOT_FOUND, or DIGEST_MISMATCH if their name says otherwise."""
         _check_digest(blob)
-        data = await self.objects.get(f"blobs/{blob.sha256}")
+        data = await self.objects.get(blob_key(blob.sha256, project))
         if hashlib.sha256(data).hexdigest() != blob.sha256:
             raise ServiceError(Reason.DIGEST_MISMATCH, f"blob {blob.sha256} holds other bytes")
         return data
 
-    async def fetch_blob(self, blob: blob_pb2.BlobRef, path: Path, *, what: str) -> None:
-        """Write uploaded bytes to a file. BLOB_NOT_FOUND, or DIGEST_MISMATCH naming `what` they are."""
+    async def fetch_blob(self, blob: blob_pb2.BlobRef, path: Path, project: str, *, what: str) -> None:
+        """Write bytes that a project uploaded to a file. BLOB_NOT_FOUND, or DIGEST_MISMATCH naming `what`
+        they are.
+        """
         _check_digest(blob)
-        await self.objects.get_to_file(f"blobs/{blob.sha256}", path)
+        await self.objects.get_to_file(blob_key(blob.sha256, project), path)
         (found,) = await describe_files(path.parent, [path.name])
         if found.sha256 != blob.sha256:
             text = f"{what}: blob {blob.sha256} holds other bytes"
             raise ServiceError(Reason.DIGEST_MISMATCH, text, field=f"import_files[{what}]")
 
-    async def write_blob(self, data: bytes) -> blob_pb2.BlobRef:
-        """Store bytes under their hash."""
+    async def write_blob(self, data: bytes, project: str) -> blob_pb2.BlobRef:
+        """Store bytes under their hash, for a project."""
         sha256 = hashlib.sha256(data).hexdigest()
-        await self.objects.put_if_absent(f"blobs/{sha256}", data)
+        await self.objects.put_if_absent(blob_key(sha256, project), data)
         return blob_pb2.BlobRef(sha256=sha256, size_bytes=len(data), uri=f"blob:{sha256}")
 
     async def _get(self, key: str) -> bytes | None:

@@ -85,15 +85,17 @@ class Trainer:
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._assigned: dict[str, tuple[str, int]] = {}
 
-    async def create(self, request: trainer_service_pb2.CreatePolicyRequest) -> pb.PolicyRecord:
-        """Make a policy and its version 0; the same request again returns the same."""
+    async def create(
+        self, request: trainer_service_pb2.CreatePolicyRequest, project: str = ""
+    ) -> pb.PolicyRecord:
+        """Make a policy of a project and its version 0; the same request again returns the same."""
         self._holdings.check_attempt(request.job, request.attempt)
         name = policy_name(request.job, request.request_id)
         digest = _request_digest(request)
         async with self._making[name]:
             policy = await self._existing(name, request)
             if policy is None:
-                policy = await self._make(name, digest, request)
+                policy = await self._make(name, digest, request, project)
             if policy.record.digest != digest:
                 text = f"request_id {request.request_id!r} made {name} with another body"
                 raise ServiceError(Reason.REQUEST_ID_REUSED, text, field="request_id")
@@ -206,7 +208,7 @@ class Trainer:
         return await self._recovery.load(name, request.job, request.attempt)
 
     async def _make(
-        self, name: str, digest: str, request: trainer_service_pb2.CreatePolicyRequest
+        self, name: str, digest: str, request: trainer_service_pb2.CreatePolicyRequest, project: str
     ) -> HeldPolicy:
         engine = self._host.current()
         model = self._host.model
@@ -228,6 +230,7 @@ class Trainer:
                 tuning=tuning_message(spec),
                 seed=request.seed,
                 display_name=request.display_name,
+                project=project,
             ),
             digest=digest,
             from_checkpoint=request.from_checkpoint,

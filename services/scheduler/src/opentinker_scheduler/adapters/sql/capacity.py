@@ -60,8 +60,16 @@ class SqlJobs:
         query = select(jobs).where(jobs.c.state.in_(_LIVE_JOBS)).order_by(jobs.c.queue_time, jobs.c.seq)
         return [_job(row) for row in self._connection.execute(query)]
 
-    def page(self, before: int | None, size: int, states: Collection[JobState]) -> Sequence[Job]:
+    def page(
+        self,
+        before: int | None,
+        size: int,
+        states: Collection[JobState],
+        project: str | None = None,
+    ) -> Sequence[Job]:
         query = select(jobs).order_by(jobs.c.seq.desc()).limit(size)
+        if project is not None:
+            query = query.where(jobs.c.project == project)
         if before is not None:
             query = query.where(jobs.c.seq < before)
         if states:

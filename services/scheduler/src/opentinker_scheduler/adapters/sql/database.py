@@ -20,6 +20,7 @@ from sqlalchemy.pool import StaticPool
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.adapters.sql import tables
+from opentinker_scheduler.adapters.sql.accounts import SqlAccounts, SqlAudit
 from opentinker_scheduler.adapters.sql.capacity import SqlAssignments, SqlJobs, SqlServers
 from opentinker_scheduler.adapters.sql.deployments import SqlDeployments
 from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
@@ -34,7 +35,7 @@ OnCommit = Callable[[frozenset[str], bool], None]
 """Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0004"
+HEAD = "0006"
 """The newest revision."""
 
 
@@ -79,6 +80,14 @@ class SqlTransaction:
     @cached_property
     def outbox(self) -> SqlOutbox:
         return SqlOutbox(self._connection)
+
+    @cached_property
+    def accounts(self) -> SqlAccounts:
+        return SqlAccounts(self._connection)
+
+    @cached_property
+    def audit(self) -> SqlAudit:
+        return SqlAudit(self._connection)
 
 
 class SqlDatabase:

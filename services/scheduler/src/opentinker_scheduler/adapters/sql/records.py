@@ -42,8 +42,12 @@ class SqlCatalog:
         row = self._connection.execute(query).one_or_none()
         return None if row is None else _policy(row)
 
-    def page_policies(self, before: int | None, size: int, job_id: str) -> Sequence[Policy]:
+    def page_policies(
+        self, before: int | None, size: int, job_id: str, project: str | None = None
+    ) -> Sequence[Policy]:
         query = select(tables.policies).order_by(tables.policies.c.seq.desc()).limit(size)
+        if project is not None:
+            query = query.where(tables.policies.c.project == project)
         if before is not None:
             query = query.where(tables.policies.c.seq < before)
         if job_id:
@@ -169,8 +173,10 @@ class SqlRuns:
         if self._connection.execute(change).rowcount != 1:
             raise KeyError(run.id)
 
-    def page(self, before: int | None, size: int) -> Sequence[Run]:
+    def page(self, before: int | None, size: int, project: str | None = None) -> Sequence[Run]:
         query = select(tables.runs).order_by(tables.runs.c.seq.desc()).limit(size)
+        if project is not None:
+            query = query.where(tables.runs.c.project == project)
         if before is not None:
             query = query.where(tables.runs.c.seq < before)
         return [_run(row) for row in self._connection.execute(query)]
