@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from client.tests.doubles.cluster import World
@@ -54,6 +55,23 @@ def test_a_job_that_waits_is_waited_for(doubles: World) -> None:
     doubles.scheduler.starting = 2
     doubles.cluster.create_policy("tiny").result()
     assert (said[0], said[-1]) == ("STARTING: loading the model", "RUNNING")
+
+
+def test_calls_carry_the_newest_token(doubles: World) -> None:
+    """A token lasts as long as the lease that it came with: one that was kept would end a long run."""
+    shown: list[str] = []
+
+    async def look(request: Any, context: Any) -> None:
+        metadata = dict(context.invocation_metadata())
+        shown.append(f"{request.job_token} {metadata['x-opentinker-job-token']}")
+
+    doubles.inference.before = look
+    policy = doubles.cluster.create_policy("tiny").result()
+    policy.sample([1, 2], ot.SamplingParams(max_tokens=2)).result()
+    doubles.scheduler.job_token = "newer"
+    doubles.portal.run(policy.job._renew())
+    policy.sample([1, 2], ot.SamplingParams(max_tokens=2)).result()
+    assert shown == ["token token", "newer newer"]
 
 
 def test_no_cluster_there() -> None:

@@ -30,6 +30,7 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
         self.loop_states: list[run_pb2.LoopState] = []
         self.refuse_model = ""
         self.gateway = ""
+        self.job_token = "token"
 
     async def CreateJob(self, request: scheduler_service_pb2.CreateJobRequest, context: Any) -> Any:
         if request.job.slots[0].base_model == self.refuse_model:
@@ -53,7 +54,7 @@ class SchedulerDouble(SchedulerServiceServicer, RunServiceServicer):
             waiting.state = job_pb2.JOB_STATE_STARTING
             waiting.state_reason = "loading the model"
             return scheduler_service_pb2.RenewJobLeaseResponse(job=waiting)
-        response = scheduler_service_pb2.RenewJobLeaseResponse(job=job, job_token="token")
+        response = scheduler_service_pb2.RenewJobLeaseResponse(job=job, job_token=self.job_token)
         for index, slot in enumerate(job.slots):
             if slot.role == job_pb2.SLOT_ROLE_INFERENCE and self.replicas:
                 for address, attempt in self.replicas.items():
