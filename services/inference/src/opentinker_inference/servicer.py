@@ -68,7 +68,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def ScoreTokens(  # type: ignore[override]
         self, request: pb.ScoreTokensRequest, context: Context
     ) -> pb.ScoreTokensResponse:
-        self._domain.check_attempt(request.attempt)
+        self._domain.leases.check(request.attempt)
         sequences = [
             await self._prompts.read(sequence, f"sequences[{index}]")
             for index, sequence in enumerate(request.sequences)
@@ -171,7 +171,7 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def _answers(self, request: pb.SampleRequest, context: Context, *, stream: bool = False) -> Answers:
-        self._domain.check_attempt(request.attempt)
+        self._domain.leases.check(request.attempt)
         prompt = await self._prompts.read(request.prompt, "prompt")
         call = self._domain.submit(
             wire.sample_spec(request, prompt, stream=stream), within_s=context.time_remaining()
