@@ -17,7 +17,7 @@ from opentinker.rollout.agent_loop import AgentLoop
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Trajectory
-from opentinker.sampling.params import Completion, StopReason
+from opentinker.sampling.completion import Completion, StopReason
 from opentinkerapi.runtime.render import ChatTokenizer
 
 CHAT = ChatTokenizer(files())

@@ -20,7 +20,7 @@ from opentinker.rollout.agent_loop import AgentLoop
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Batch, Group, Trajectory
-from opentinker.sampling.params import Completion, StopReason
+from opentinker.sampling.completion import Completion, StopReason
 from opentinker.sampling.prompt import PlacedImage, Prompt, chunks, upload_large
 from opentinker.training.episodes import train_samples
 from opentinker.training.requests import chunks as sample_chunks

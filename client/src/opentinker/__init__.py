@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from opentinker.rollout.limits import Limits
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
-    from opentinker.sampling.params import Completion, SamplingParams
+    from opentinker.sampling.completion import Completion, Delta
+    from opentinker.sampling.params import SamplingParams
     from opentinker.sampling.support import Support
     from opentinker.serving.deployments import Deployment, deployments
     from opentinker.serving.recorded import RecordedEpisode, record_episode
@@ -107,7 +108,8 @@ _HOMES = {
     "rollout.limits": ("Limits",),
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
-    "sampling.params": ("Completion", "SamplingParams"),
+    "sampling.completion": ("Completion", "Delta"),
+    "sampling.params": ("SamplingParams",),
     "sampling.support": ("Support",),
     "serving.deployments": ("Deployment", "deployments"),
     "serving.recorded": ("RecordedEpisode", "record_episode"),
@@ -178,6 +180,7 @@ __all__ = [
     "Critic",
     "CrossEntropy",
     "Decoupled",
+    "Delta",
     "Deployment",
     "Distillation",
     "EndReason",

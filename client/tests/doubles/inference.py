@@ -13,7 +13,7 @@ from opentinkerapi.inference.v1 import inference_service_pb2, sampling_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.render import ChatTokenizer
-from opentinkerapi.runtime.tensors import pack_floats, pack_ids, unpack_ids
+from opentinkerapi.runtime.tensors import pack, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 Speak = Callable[[int, int, list[int]], str]
 """(version, seed, prompt ids) -> reply."""
@@ -42,6 +42,7 @@ class InferenceDouble(InferenceServiceServicer):
         self.acknowledged: list[str] = []
         self.cancelled: list[str] = []
         self.loaded: list[int] = []
+        self.swaps: list[int] = []
         self.fetched = 0
         self.fail_after: int | None = None
         self.broken: set[str] = set()
@@ -65,6 +66,9 @@ class InferenceDouble(InferenceServiceServicer):
         yield inference_service_pb2.SampleResponse(
             started=sampling_pb2.EffectiveParams(prompt_tokens=len(prompt), params=request.params)
         )
+        if request.params.prompt_logprobs:
+            scores = inference_service_pb2.PromptLogprobs(logprobs=pack_floats([np.nan, -1.0]))
+            yield inference_service_pb2.SampleResponse(prompt_logprobs=scores)
         for index in range(request.n):
             breaks = self.fail_after is not None and index >= self.fail_after
             if breaks and (self.always_fails or request.request_id not in self.broken):
@@ -81,21 +85,38 @@ class InferenceDouble(InferenceServiceServicer):
     async def StreamSample(
         self, request: inference_service_pb2.StreamSampleRequest, context: Any
     ) -> AsyncIterator[inference_service_pb2.StreamSampleResponse]:
-        """A delta a character. `break_text_after` = k breaks each stream off after k of them, once."""
+        """A delta a token, of one character. `break_text_after` = k breaks each stream off after k of them,
+        once.
+        """
         asked = request.sample
         self.requests.append(asked)
         if self.before is not None:
             await self.before(asked, context)
-        completion = self._completion(asked, unpack_ids(asked.prompt.chunks[0].tokens.token_ids), 0)
-        for count, character in enumerate(completion.text):
-            breaks = count == self.break_text_after
-            if breaks and (self.always_fails or asked.request_id not in self.broken):
-                self.broken.add(asked.request_id)
-                await abort(context, Reason.ENGINE_CRASHED, "the engine died")
-            delta = sampling_pb2.CompletionDelta(text=character)
-            yield inference_service_pb2.StreamSampleResponse(delta=delta)
-            await asyncio.sleep(self.pause_s)
-        yield inference_service_pb2.StreamSampleResponse(completion=completion)
+        if asked.params.prompt_logprobs:
+            scores = inference_service_pb2.PromptLogprobs(logprobs=pack_floats([np.nan, -1.0]))
+            yield inference_service_pb2.StreamSampleResponse(prompt_logprobs=scores)
+        for index in range(asked.n):
+            prompt = unpack_ids(asked.prompt.chunks[0].tokens.token_ids)
+            completion = self._completion(asked, prompt, index)
+            ids, logprobs = unpack_ids(completion.token_ids), unpack_floats(completion.logprobs)
+            for count in range(max(len(completion.text), len(ids))):
+                breaks = count == self.break_text_after
+                if breaks and (self.always_fails or asked.request_id not in self.broken):
+                    self.broken.add(asked.request_id)
+                    await abort(context, Reason.ENGINE_CRASHED, "the engine died")
+                part = slice(count, count + 1)
+                delta = sampling_pb2.CompletionDelta(
+                    index=index,
+                    text=completion.text[part],
+                    token_ids=pack_ids(ids[part]),
+                    logprobs=pack_floats(logprobs[part]),
+                )
+                delta.version_spans.add(
+                    start=count, end=count + 1, version=asked.model.policy_version.version
+                )
+                yield inference_service_pb2.StreamSampleResponse(delta=delta)
+                await asyncio.sleep(self.pause_s)
+            yield inference_service_pb2.StreamSampleResponse(completion=completion)
 
     def _completion(
         self, request: inference_service_pb2.SampleRequest, prompt: list[int], index: int
@@ -117,6 +138,12 @@ class InferenceDouble(InferenceServiceServicer):
         )
         if request.params.return_support:
             completion.support_sizes, completion.support_token_ids = self.support(ids)
+        if request.params.raw_logprobs:
+            completion.raw_logprobs = pack_floats(np.full(len(ids), -0.25))
+        if request.params.top_logprobs:
+            shape = (len(ids), request.params.top_logprobs)
+            completion.top_token_ids.CopyFrom(pack(np.full(shape, 7, np.int32)))
+            completion.top_logprobs.CopyFrom(pack(np.full(shape, -2.0, np.float32)))
         completion.version_spans.add(start=0, end=len(ids), version=version)
         return completion
 
@@ -132,6 +159,7 @@ class InferenceDouble(InferenceServiceServicer):
         self, request: inference_service_pb2.LoadPolicyVersionRequest, context: Any
     ) -> Any:
         self.loaded.append(request.policy_version.version)
+        self.swaps.append(request.swap_policy)
         response = inference_service_pb2.LoadPolicyVersionResponse()
         response.load_time.FromMilliseconds(20)
         return response

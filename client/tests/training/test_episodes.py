@@ -11,7 +11,7 @@ from opentinker import errors
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import EndReason
 from opentinker.rollout.trajectory import Batch, Group, Segment, Trajectory, Turn
-from opentinker.sampling.params import StopReason
+from opentinker.sampling.completion import StopReason
 from opentinker.training.advantages import gae, grpo_per_turn, reinforce_plus_plus
 from opentinker.training.episodes import credit, gather
 

@@ -24,6 +24,7 @@ from services.inference.tests.serving import (
 )
 from services.inference.tests.test_full_weights import output_adapter, write_model
 
+from opentinker_inference.domain.leases import Leases
 from opentinkerapi.data.v1 import content_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
 from opentinkerapi.inference.v1 import sampling_pb2
@@ -512,7 +513,9 @@ async def test_a_stale_attempt_is_refused(client: Client, monkeypatch: pytest.Mo
     request = client.request("r1")
     request.attempt = 3
     assert (await client.send(request)).ids()  # no scheduler: any number goes
-    monkeypatch.setitem(client.server.domain.attempts, "jobs/j", 4)
+    leases = Leases()
+    leases.take("assignments/a", "jobs/j", 4)
+    monkeypatch.setattr(client.server.domain, "leases", leases)
     error = await client.failure(request)
     assert error.reason == Reason.STALE_ATTEMPT
     request.attempt = 4

@@ -8,7 +8,7 @@ user makes.
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -92,6 +92,20 @@ class Portal:
         if self.inside:
             return await coroutine
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def relay(self, source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """What a generator of the loop yields, on any loop; it is closed with this one."""
+
+        async def pull() -> tuple[T, ...]:
+            async for item in source:
+                return (item,)
+            return ()
+
+        try:
+            while found := await self.bridge(pull()):
+                yield found[0]
+        finally:
+            await self.bridge(source.aclose())
 
     def call(self, function: Any, *arguments: Any) -> None:
         """Call a plain function on the loop, soon; in place when the caller is on it. Keeps the caller's

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from opentinker.rollout.trajectory import Batch
-from opentinker.sampling.params import StopReason
+from opentinker.sampling.completion import StopReason
 from opentinker.training.results import ForwardBackwardResult, Metrics, StepResult, Sum
 from opentinker.training.samples import TrainSamples
 from opentinker.training.spread import spread

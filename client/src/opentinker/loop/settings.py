@@ -139,8 +139,9 @@ class Plan:
             raise unsupported(
                 "sampling",
                 "losses with an importance ratio need the logits that the trainer computes: leave penalties, "
-                "bad_words and logit_bias at their defaults",
+                "bad_words, logit_bias and json_schema at their defaults",
             )
+        self.sampling.check_tokens_only("sampling")
         _ = self.rollout_sampling  # refuses what cannot be listed
         self._check_algorithm()
         if self.sampling.temperature == 0:

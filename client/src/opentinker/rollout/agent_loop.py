@@ -23,7 +23,7 @@ from opentinker.environments.types import Action, EndReason, StepResult
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Segment, Trajectory, Turn
-from opentinker.sampling.params import Completion, StopReason
+from opentinker.sampling.completion import Completion, StopReason
 from opentinker.sampling.prompt import Prompt, images_of
 from opentinker.sampling.support import Support
 

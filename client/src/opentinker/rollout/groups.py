@@ -21,8 +21,9 @@ from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Group, Trajectory
 from opentinker.sampling import identity
+from opentinker.sampling.completion import Completion
 from opentinker.sampling.meter import EngineMeter
-from opentinker.sampling.params import Completion, SamplingParams
+from opentinker.sampling.params import SamplingParams
 from opentinker.sampling.prompt import Prompt
 from opentinker.sampling.sampler import CompletionSource
 from opentinkerapi.runtime.together import together

@@ -69,6 +69,7 @@ class Rollouts:
         self._concurrency = concurrency
         self._keep = keep
         self._params = params or SamplingParams()
+        self._params.check_tokens_only("sampling")
         self._limits = limits or Limits()
         self._seed = seed
         self._split = split

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from opentinker.environments.content import Message
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import EndReason
-from opentinker.sampling.params import StopReason
+from opentinker.sampling.completion import StopReason
 from opentinker.sampling.prompt import PlacedImage
 from opentinker.sampling.support import Support
 

@@ -1,18 +1,14 @@
-"""How to sample, and what comes back."""
+"""How to sample."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from opentinker.errors import invalid
-from opentinker.sampling.support import MAX_SUPPORT, Support
+from opentinker.errors import invalid, unsupported
+from opentinker.sampling.support import MAX_SUPPORT
 from opentinkerapi.inference.v1 import sampling_pb2
-from opentinkerapi.runtime.tensors import unpack_floats, unpack_ids
 
 DEFAULT_SUPPORT = 200
 """Below MAX_SUPPORT, because what ties with the last token is kept too."""
@@ -42,6 +38,16 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     return_support: bool = False
     """Return which ids top_p, top_k and min_p kept at each token, at most 256 of them."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """Only text that this JSON schema allows can be sampled; as JSON text, or as the object that it is."""
+    include_stop_in_output: bool = False
+    """Keep the stop string in the text."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens to return at each place."""
+    raw_logprobs: bool = False
+    """Return logprobs at temperature 1, before penalties, bias and truncation, too."""
+    prompt_logprobs: bool = False
+    """Return the logprobs of the prompt's tokens, too."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -57,6 +63,14 @@ class SamplingParams:
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise invalid("min_p", f"must be in [0, 1], not {self.min_p}")
 
+        if self.top_logprobs < 0:
+            raise invalid("top_logprobs", f"must be at least 0, not {self.top_logprobs}")
+        if isinstance(self.json_schema, str):
+            try:
+                json.loads(self.json_schema)
+            except ValueError as error:
+                raise invalid("json_schema", f"is no JSON: {error}") from error
+
     @property
     def cuts(self) -> bool:
         """Whether some tokens cannot be drawn, because they are too unlikely."""
@@ -66,11 +80,19 @@ class SamplingParams:
     def plain(self) -> bool:
         """Whether the logits are the model's own, which is what a trainer computes."""
         return (
-            not (self.bad_words or self.logit_bias)
+            not (self.bad_words or self.logit_bias or self.json_schema is not None)
             and self.presence_penalty in (None, 0.0)
             and self.frequency_penalty in (None, 0.0)
             and self.repetition_penalty in (None, 1.0)
         )
+
+    def check_tokens_only(self, field: str) -> None:
+        """UnsupportedOption where they ask for more than tokens, their logprobs and their text, and whoever
+        samples in the end has no place for it. `field`: what the parameters are called there.
+        """
+        for name in ("top_logprobs", "raw_logprobs", "prompt_logprobs"):
+            if getattr(self, name):
+                raise unsupported(f"{field}.{name}", "is not kept here; ask for it in policy.sample")
 
     def for_training(self) -> "SamplingParams":
         """The same, with what a loss with an importance ratio needs: where tokens are cut off, the sets of
@@ -100,7 +122,13 @@ class SamplingParams:
             )
             if (value := getattr(self, name)) is not None
         }
+        schema = self.json_schema
         return sampling_pb2.SamplingParams(
+            json_schema=schema if isinstance(schema, str) or schema is None else json.dumps(schema),
+            include_stop_in_output=self.include_stop_in_output,
+            top_logprobs=self.top_logprobs,
+            raw_logprobs=self.raw_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             temperature=self.temperature,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -111,52 +139,4 @@ class SamplingParams:
             logit_bias=dict(self.logit_bias),
             **optional,
             **extra,
-        )
-
-
-class StopReason(StrEnum):
-    """What ended a completion."""
-
-    END = "END"
-    """A token that ends the model's turn, which is the last token."""
-    STOP = "STOP"
-    """A stop string or stop token of the request."""
-    LENGTH = "LENGTH"
-    """`max_tokens` or the context."""
-    CANCELLED = "CANCELLED"
-    """The caller cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled sequence, as the sampler gave it: ids are never made from the text again.
-
-    `logprobs` [n] float32 are of the distribution sampled from; `version` is the policy version that sampled.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: NDArray[np.float32]
-    stop_reason: StopReason
-    text: str
-    seed: int
-    spans: tuple[tuple[int, int, int], ...] = ()
-    """(start, end, version) of runs of tokens."""
-    support: Support | None = None
-    """What each token was chosen among, where that was asked for."""
-
-    @classmethod
-    def of_wire(cls, completion: sampling_pb2.Completion) -> "Completion":
-        """From a message."""
-        ids = tuple(unpack_ids(completion.token_ids))
-        name = sampling_pb2.StopReason.Name(completion.stop_reason).removeprefix("STOP_REASON_")
-        return cls(
-            index=completion.index,
-            token_ids=ids,
-            logprobs=unpack_floats(completion.logprobs),
-            stop_reason=StopReason(name) if name in StopReason.__members__ else StopReason.LENGTH,
-            text=completion.text,
-            seed=completion.seed,
-            spans=tuple((span.start, span.end, span.version) for span in completion.version_spans),
-            support=Support.of_wire(completion.support_sizes, completion.support_token_ids),
         )

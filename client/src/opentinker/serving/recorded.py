@@ -29,7 +29,8 @@ from opentinker.environments.content import Content, Message, ToolCall
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import EndReason
 from opentinker.rollout.trajectory import Segment, Trajectory, Turn
-from opentinker.sampling.params import SamplingParams, StopReason
+from opentinker.sampling.completion import StopReason
+from opentinker.sampling.params import SamplingParams
 from opentinker.sampling.support import Support
 from opentinkerapi.data.v1 import content_pb2, trajectory_pb2
 from opentinkerapi.runtime.reasons import CATALOGUE

@@ -68,17 +68,8 @@ class ServedModel:
         self, messages: Messages, params: SamplingParams | None = None, *, seed: int | None = None
     ) -> AsyncGenerator[str, None]:
         """The reply as it is written, in whole characters. From any event loop."""
-        portal = self._cluster.portal
-        source = self._reply(messages, params, seed)
-
-        async def pull() -> str | None:
-            return await anext(source, None)
-
-        try:
-            while (part := await portal.bridge(pull())) is not None:
-                yield part
-        finally:
-            await portal.bridge(source.aclose())
+        async for part in self._cluster.portal.relay(self._reply(messages, params, seed)):
+            yield part
 
     # --- on the client's loop -----------------------------------------------------------------------------
 
@@ -133,6 +124,8 @@ class ServedModel:
     async def _reply(
         self, messages: Messages, params: SamplingParams | None, seed: int | None
     ) -> AsyncGenerator[str, None]:
+        params = params or SamplingParams()
+        params.check_tokens_only("params")
         job, ref = await self._way()
         spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         renderer = Renderer(await fetch_tokenizer(job))
@@ -141,7 +134,7 @@ class ServedModel:
             request_id=f"chat-{uuid.uuid4().hex}",
             model=ref,
             prompt=prompt_pb2.Prompt(chunks=chunks(prompt, prompt.images)),
-            params=(params or SamplingParams()).to_wire(seed),
+            params=params.to_wire(seed),
             n=1,
             conversation=self._conversation,
         )

@@ -8,25 +8,17 @@ Trainer operations are ordered and pipelined: start the next before the previous
 """
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from opentinker import errors
 from opentinker.connection.blobs import Blobs
 from opentinker.connection.jobs import Job
 from opentinker.connection.on_demand import Slots
 from opentinker.connection.portal import Pending, Portal
-from opentinker.connection.tokenizers import fetch_tokenizer
-from opentinker.environments.content import Message
-from opentinker.rollout.renderer import Renderer
-from opentinker.sampling import identity
-from opentinker.sampling.params import Completion, SamplingParams
+from opentinker.sampling.sampled import Sampled
 from opentinker.sampling.sampler import Sampler
 from opentinker.training import custom, requests, results
 from opentinker.training.losses import CrossEntropy, Losses, components, named
@@ -38,7 +30,6 @@ from opentinkerapi.trainer.v1 import operation_pb2
 if TYPE_CHECKING:
     from opentinker.connection.cluster import Cluster
     from opentinker.serving.deployments import Deployment
-    from opentinkerapi.runtime.render import ChatTokenizer
 
 
 class _Gradient(Operation[results.ForwardBackwardResult]):
@@ -48,7 +39,7 @@ class _Gradient(Operation[results.ForwardBackwardResult]):
     """Components without a denominator, and their loss tokens."""
 
 
-class Policy:
+class Policy(Sampled):
     """A model being trained. Sampling uses `version`, the newest published one, unless told otherwise."""
 
     def __init__(
@@ -72,15 +63,12 @@ class Policy:
         """The last one saved."""
         self.step = 0
         """Optimizer steps taken."""
-        self.job = job
         self.serving = serving or job
         """The slots that sample: its job's, or those of a job made when they are needed."""
-        self.sampler = Sampler(self.serving, name, blobs)
-        self.portal = portal
+        super().__init__(portal, job, Sampler(self.serving, name, blobs))
         self._blobs = blobs
         self._operations = OperationChannel(portal, job, name)
         self._open: list[_Gradient] = []
-        self._tokenizer: ChatTokenizer | None = None
 
     @property
     def version(self) -> int:
@@ -271,95 +259,6 @@ class Policy:
     def deploy(self, name: str, **options: Any) -> "Pending[Deployment]":
         """Serve the newest published version under a name; see `Cluster.serve`."""
         return self.cluster.serve(f"{self.name}/versions/{self.version}", name, **options)
-
-    # --- sampling ---------------------------------------------------------------------------------------
-
-    def sample(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        n: int = 1,
-        seed: int | None = None,
-        version: int | None = None,
-        conversation: str = "",
-    ) -> Pending[list[Completion]]:
-        """n completions of a prompt, by index; completion i is drawn from seed + i.
-
-        `conversation`: any name; where the policy has replicas, requests of one name go to the same server.
-        """
-        if n < 1:
-            raise errors.invalid("n", f"must be at least 1, not {n}")
-        stream = self.stream(prompt_ids, params, n=n, seed=seed, version=version, conversation=conversation)
-
-        async def collect() -> list[Completion]:
-            return sorted([completion async for completion in stream], key=lambda each: each.index)
-
-        return Pending.of(self.portal, collect())
-
-    def stream(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        n: int = 1,
-        seed: int | None = None,
-        version: int | None = None,
-        conversation: str = "",
-    ) -> AsyncGenerator[Completion, None]:
-        """The completions as they finish. On the client's own loop only; `sample` works everywhere."""
-        return self.sampler.sample(
-            prompt_ids,
-            version=self.version if version is None else version,
-            params=params or SamplingParams(),
-            n=n,
-            seed=seed,
-            request_id=f"sample-{uuid.uuid4().hex}",
-            conversation=conversation,
-        )
-
-    def chat(
-        self,
-        messages: str | Sequence[Message | Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        seed: int | None = None,
-        version: int | None = None,
-    ) -> Pending[str]:
-        """The policy's reply to a conversation, or to one user message."""
-        spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-        async def reply() -> str:
-            renderer = Renderer(await self.tokenizer())
-            said = [Message.of(message) for message in spoken]
-            prompt = renderer.first(said)
-            completions = await self.sample(
-                prompt, params, seed=seed, version=version, conversation=identity.conversation(said)
-            )
-            return completions[0].text
-
-        return Pending.of(self.portal, reply())
-
-    def score(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, version: int | None = None
-    ) -> Pending[list[NDArray[np.float32]]]:
-        """Raw logprobs of given tokens: for each sequence of n ids an array [n] whose entry 0 is NaN."""
-        number = self.version if version is None else version
-        return Pending.of(self.portal, self.sampler.score(sequences, version=number, temperature=temperature))
-
-    def load(self, version: int | None = None) -> Pending[float]:
-        """Load a version into the inference server before it is needed; gives the seconds that took it."""
-        return Pending.of(self.portal, self.sampler.load(self.version if version is None else version))
-
-    def tokenizer(self) -> "Pending[ChatTokenizer]":
-        """The model's tokenizer and chat template."""
-
-        async def fetch() -> "ChatTokenizer":
-            if self._tokenizer is None:
-                self._tokenizer = await fetch_tokenizer(self.job)
-            return self._tokenizer
-
-        return Pending.of(self.portal, fetch())
 
     # --- the rest ---------------------------------------------------------------------------------------
 

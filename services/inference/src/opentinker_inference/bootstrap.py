@@ -221,11 +221,10 @@ class _Assignments:
 
     async def assign(self, assignment: Assignment) -> None:
         await self._engine.wait_started()
-        current = self._domain.attempts.get(assignment.job, 0)
-        self._domain.attempts[assignment.job] = max(current, assignment.attempt)
+        self._domain.leases.take(assignment.assignment, assignment.job, assignment.attempt)
 
     async def release(self, assignment: str, job: str) -> None:
-        self._domain.attempts.pop(job, None)
+        self._domain.leases.release(assignment)
 
     def request_drain(self, reason: str) -> None:
         log.info("asked to drain", reason=reason)

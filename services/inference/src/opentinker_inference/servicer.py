@@ -81,7 +81,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def ScoreTokens(  # type: ignore[override]
         self, request: pb.ScoreTokensRequest, context: Context
     ) -> pb.ScoreTokensResponse:
-        self._domain.check_attempt(request.attempt, acting_job())
+        self._domain.leases.check(request.attempt, acting_job())
         model = wire.model_ref(request.model)
         await self._check_own(model, "model")
         sequences = [
@@ -112,7 +112,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def LoadPolicyVersion(  # type: ignore[override]
         self, request: pb.LoadPolicyVersionRequest, context: Context
     ) -> pb.LoadPolicyVersionResponse:
-        self._domain.check_attempt(0, acting_job())
+        self._domain.leases.check(0, acting_job())
         version = wire.version_ref(request.policy_version)
         await self._check_own(version, "policy_version")
         elapsed = await self._domain.load_version(
@@ -192,7 +192,7 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def _answers(self, request: pb.SampleRequest, context: Context, *, stream: bool = False) -> Answers:
-        self._domain.check_attempt(request.attempt, acting_job())
+        self._domain.leases.check(request.attempt, acting_job())
         await self._check_own(wire.model_ref(request.model), "model")
         prompt = await self._prompts.read(request.prompt, "prompt", acting_project())
         spec = wire.sample_spec(request, prompt, _own(request.request_id), stream=stream)

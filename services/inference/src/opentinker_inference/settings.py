@@ -36,7 +36,7 @@ class InferenceSettings(ServerSettings):
     """Sequences decoded at once; 0: the engine's choice."""
     max_pending_requests: int = Field(default=4096, ge=1)
     """Beyond this many unfinished requests new ones are refused as OVERLOADED."""
-    keep_alive_s: float = Field(default=5.0, gt=0)
+    keep_alive_s: float = Field(default=15.0, gt=0)
     """How often a Sample without news says that it is still running."""
     model_roots: list[Path] = Field(default_factory=list)
     model_cache_dir: Path | None = None

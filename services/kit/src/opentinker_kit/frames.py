@@ -47,6 +47,8 @@ LIFELINE_VARIABLE = "OPENTINKER_LIFELINE_FD"
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
 _FLUSH_S = 2.0
+_BURST = 16
+"""Frames that are taken in before everything else on the event loop has its turn."""
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -218,9 +220,15 @@ class EngineProcess:
         assert self._reader is not None
         assert self._writer is not None
         try:
+            taken = 0
             while (frame := await read_frame(self._reader)) is not None:
                 if (answers := self._calls.get(frame.call_id)) is not None:
                     answers.put_nowait(frame)
+                taken += 1
+                if taken % _BURST == 0:
+                    # What is in the buffer already would be read without a pause: a thousand tokens that come
+                    # at once must not keep a question about the server's health waiting.
+                    await asyncio.sleep(0)
         except ServiceError:
             log.exception("the engine sent what cannot be read")
         finally:

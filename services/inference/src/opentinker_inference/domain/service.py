@@ -8,6 +8,7 @@ import secrets
 import structlog
 
 from opentinker_inference.domain.images import Images
+from opentinker_inference.domain.leases import Leases
 from opentinker_inference.domain.requests import RequestBook, SampleCall, SampleSpec
 from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
 from opentinker_inference.domain.sampling import (
@@ -51,8 +52,7 @@ class InferenceDomain:
         self.base_model = base_model
         self.end_token_ids = end_token_ids
         self.book = RequestBook(clock)
-        self.attempts: dict[str, int] = {}
-        """Current attempt of each job that holds a slot here."""
+        self.leases = Leases()
         self._engine = engine
         self._store = store
         self._clock = clock
@@ -171,22 +171,6 @@ class InferenceDomain:
         except ServiceError as error:
             log.info(
                 "prefetch failed; the version loads when it is asked for", version=str(ref), error=str(error)
-            )
-
-    # Leases
-
-    def check_attempt(self, attempt: int, job: str = "") -> None:
-        """STALE_ATTEMPT unless a job here holds its slot under `attempt` (0 comes from no scheduler), and
-        unless that is the job which the call is made for, where it names one.
-        """
-        if job and job not in self.attempts:
-            text = f"{job} has no slot on this server; renew its lease for its endpoints"
-            raise ServiceError(Reason.STALE_ATTEMPT, text, field="job_token")
-        if attempt and self.attempts and attempt not in self.attempts.values():
-            raise ServiceError(
-                Reason.STALE_ATTEMPT,
-                f"attempt {attempt} is over; renew the job's lease for its new endpoints",
-                metadata={"attempt": attempt},
             )
 
     # Inside
