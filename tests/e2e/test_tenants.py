@@ -1,0 +1,93 @@
+"""Two tenants of one embedded stack: they train at once on one base model, on the same servers, and neither sees
+or changes anything of the other's.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import opentinker as ot
+from opentinker import errors
+from opentinker.connection.accounts import Accounts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TRAINER = ot.ServerOptions(engine="torch", dtype="float32", context_tokens=1024)
+INFERENCE = ot.ServerOptions(engine="transformers", dtype="float32", context_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ot.Cluster]]:
+    """Connections to one stack by members of two projects, and by the admin."""
+    with ot.connect(state_dir=tmp_path_factory.mktemp("stack")) as admin:
+        accounts = Accounts(admin.control)
+        found = {"admin": admin}
+        for name in ("one", "two"):
+            admin.wait(accounts.create_project(name))
+            admin.wait(accounts.create_user(name))
+            admin.wait(accounts.set_member(name, name, "member"))
+            made = admin.wait(accounts.create_key(project=name, user=name, role="", name="", ttl=None))
+            found[name] = ot.connect(admin.address, key=made.key)
+        yield found
+        for name in ("one", "two"):
+            found[name].close()
+
+
+def fit(cluster: ot.Cluster, model: Path, run_dir: Path, seed: int) -> ot.FitResult:
+    return ot.fit(
+        env="guess_number",
+        env_options={"low": 0, "high": 4},
+        model=str(model),
+        tuning=ot.LoRA(rank=4),
+        algorithm=ot.GRPO(group_size=4),
+        groups_per_step=2,
+        steps=2,
+        learning_rate=1e-3,
+        sampling=ot.SamplingParams(max_tokens=6),
+        checkpoint_every=1,
+        seed=seed,
+        run_dir=run_dir,
+        trainer=TRAINER,
+        inference=INFERENCE,
+        progress=False,
+        cluster=cluster,
+    )
+
+
+def test_each_gets_what_it_gets_alone_and_nothing_of_the_other(
+    tenants: dict[str, ot.Cluster], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    def run(name: str, seed: int, where: str) -> ot.FitResult:
+        return fit(tenants[name], tiny_model_dir, tmp_path / where, seed)
+
+    alone = run("one", 11, "alone")
+    with ThreadPoolExecutor(2) as pool:
+        beside = [pool.submit(run, "one", 11, "first"), pool.submit(run, "two", 12, "second")]
+        first, second = (future.result() for future in beside)
+    assert first.rewards == alone.rewards
+    assert first.policy.published.sha256 == alone.policy.published.sha256
+    assert second.policy.published.sha256 != first.policy.published.sha256
+
+    one, two = tenants["one"], tenants["two"]
+    owned = {name: {job.name for job in tenants[name].jobs().result()} for name in ("one", "two")}
+    assert len(owned["one"]) >= 2
+    assert owned["two"]
+    assert not owned["one"] & owned["two"]
+    assert tenants["admin"].jobs().result() == []
+    version = f"{first.policy.name}/versions/{first.version}"
+    with pytest.raises(errors.NotFound):
+        two.export(version, tmp_path / "stolen").result()
+    with pytest.raises(errors.NotFound):
+        two.serve(first.policy, "stolen").result()
+    with pytest.raises(errors.NotFound):
+        two.model(version).chat("hi").result()
+    assert first.checkpoint is not None
+    with pytest.raises(errors.NotFound):
+        second.policy.restore(first.checkpoint).result()
+    # A server of both samples each tenant's own weights alone.
+    second.policy.sampler._policy = first.policy.name
+    with pytest.raises(errors.NotFound):
+        second.policy.sample([1, 2], ot.SamplingParams(max_tokens=2)).result()
+    assert one.export(version, tmp_path / "own").result().is_dir()
