@@ -220,7 +220,7 @@ class OpenGroupRequest(_message.Message):
     options_json: _builtins.str
     """Options of the environment as a JSON object."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
         """How long an episode lives without renewal. Default 60 s."""
@@ -295,7 +295,7 @@ class BeginRequest(_message.Message):
     episode: _builtins.str
     """"episodes/{episode}"."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     def __init__(
         self,
         *,
@@ -349,7 +349,7 @@ class StepRequest(_message.Message):
     seq: _builtins.int
     """1, 2, 3 ... within the episode."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def actions(self) -> _containers.RepeatedCompositeFieldContainer[_environment_pb2.AgentAction]:
         """One for each pending agent."""
@@ -433,7 +433,7 @@ class FinalizeRequest(_message.Message):
     episode: _builtins.str
     """"episodes/{episode}"."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     def __init__(
         self,
         *,
@@ -489,7 +489,7 @@ class CloseEpisodesRequest(_message.Message):
     EPISODES_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def episodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"episodes/{episode}"; those that do not exist are passed over."""
@@ -534,7 +534,7 @@ class RenewLeaseRequest(_message.Message):
     EPISODES_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def episodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"episodes/{episode}"."""

@@ -115,7 +115,7 @@ class EnvHostServiceServicer(object):
 
     def OpenGroup(self, request, context):
         """OpenGroup opens the episodes of one group of one task, without beginning them.
-        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -124,7 +124,7 @@ class EnvHostServiceServicer(object):
 
     def Begin(self, request, context):
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
         Retry: safe; the same observation again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -133,7 +133,7 @@ class EnvHostServiceServicer(object):
 
     def Step(self, request, context):
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
         Retry: safe with the same seq.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,7 +142,7 @@ class EnvHostServiceServicer(object):
 
     def Finalize(self, request, context):
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -151,7 +151,7 @@ class EnvHostServiceServicer(object):
 
     def CloseEpisodes(self, request, context):
         """CloseEpisodes frees episodes.
-        Errors: INVALID_FIELD.
+        Errors: INVALID_FIELD, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -160,7 +160,7 @@ class EnvHostServiceServicer(object):
 
     def RenewLease(self, request, context):
         """RenewLease keeps episodes alive.
-        Errors: INVALID_FIELD.
+        Errors: INVALID_FIELD, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

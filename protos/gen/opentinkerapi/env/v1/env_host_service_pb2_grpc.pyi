@@ -33,32 +33,32 @@ class EnvHostServiceStub:
     """
     OpenGroup: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.OpenGroupRequest, _env_host_service_pb2.OpenGroupResponse]
     """OpenGroup opens the episodes of one group of one task, without beginning them.
-    Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+    Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
     Retry: safe with the same request_id.
     """
     Begin: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.BeginRequest, _env_host_service_pb2.BeginResponse]
     """Begin resets an episode and returns the first observation.
-    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
+    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
     Retry: safe; the same observation again.
     """
     Step: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.StepRequest, _env_host_service_pb2.StepResponse]
     """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
+    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
     Retry: safe with the same seq.
     """
     Finalize: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.FinalizeRequest, _env_host_service_pb2.FinalizeResponse]
     """Finalize ends scoring and returns the rewards of the whole episode.
-    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
     Retry: safe.
     """
     CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
     """CloseEpisodes frees episodes.
-    Errors: INVALID_FIELD.
+    Errors: INVALID_FIELD, STALE_ATTEMPT.
     Retry: safe.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.RenewLeaseRequest, _env_host_service_pb2.RenewLeaseResponse]
     """RenewLease keeps episodes alive.
-    Errors: INVALID_FIELD.
+    Errors: INVALID_FIELD, STALE_ATTEMPT.
     Retry: safe.
     """
 
@@ -105,7 +105,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.OpenGroupRequest, _abc.Awaitable[_env_host_service_pb2.OpenGroupResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.OpenGroupResponse]:
         """OpenGroup opens the episodes of one group of one task, without beginning them.
-        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
         Retry: safe with the same request_id.
         """
 
@@ -116,7 +116,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.BeginRequest, _abc.Awaitable[_env_host_service_pb2.BeginResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.BeginResponse]:
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
         Retry: safe; the same observation again.
         """
 
@@ -127,7 +127,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.StepRequest, _abc.Awaitable[_env_host_service_pb2.StepResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.StepResponse]:
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
         Retry: safe with the same seq.
         """
 
@@ -138,7 +138,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.FinalizeRequest, _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]:
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -149,7 +149,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.CloseEpisodesRequest, _abc.Awaitable[_env_host_service_pb2.CloseEpisodesResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.CloseEpisodesResponse]:
         """CloseEpisodes frees episodes.
-        Errors: INVALID_FIELD.
+        Errors: INVALID_FIELD, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -160,7 +160,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.RenewLeaseRequest, _abc.Awaitable[_env_host_service_pb2.RenewLeaseResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.RenewLeaseResponse]:
         """RenewLease keeps episodes alive.
-        Errors: INVALID_FIELD.
+        Errors: INVALID_FIELD, STALE_ATTEMPT.
         Retry: safe.
         """
 

@@ -74,7 +74,7 @@ class SampleRequest(_message.Message):
     swap_policy: _sampling_pb2.SwapPolicy.ValueType
     """Whether a swap of weights waits for this request, and whether a swap that it needs waits for others. Default DRAIN. CONTINUE is refused as UNSUPPORTED_OPTION where GetCapabilities does not list it, and together with prompt_logprobs."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def model(self) -> _sampling_pb2.ModelRef:
         """Which weights."""
@@ -300,7 +300,7 @@ class ScoreTokensRequest(_message.Message):
     attempt: _builtins.int
     """Attempt of the endpoint."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def model(self) -> _sampling_pb2.ModelRef:
         """Which weights."""
@@ -385,7 +385,7 @@ class CancelSampleRequest(_message.Message):
     request_id: _builtins.str
     """Of the Sample."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     def __init__(
         self,
         *,
@@ -426,7 +426,7 @@ class AckCompletionsRequest(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of the Samples."""
@@ -474,7 +474,7 @@ class LoadPolicyVersionRequest(_message.Message):
     swap_policy: _sampling_pb2.SwapPolicy.ValueType
     """What becomes of requests that run under another version of the policy, where versions are merged. Default DRAIN. CONTINUE is refused as UNSUPPORTED_OPTION where GetCapabilities does not list it."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def policy_version(self) -> _sampling_pb2.PolicyVersionRef:
         """The version."""
@@ -527,7 +527,7 @@ class UnloadPolicyVersionRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def policy_version(self) -> _sampling_pb2.PolicyVersionRef:
         """The version."""

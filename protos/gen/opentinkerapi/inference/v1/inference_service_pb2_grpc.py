@@ -135,7 +135,7 @@ class InferenceServiceServicer(object):
 
     def CancelSample(self, request, context):
         """CancelSample ends a running request and frees its slot.
-        Errors: REQUEST_NOT_FOUND.
+        Errors: REQUEST_NOT_FOUND, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -144,7 +144,7 @@ class InferenceServiceServicer(object):
 
     def AckCompletions(self, request, context):
         """AckCompletions lets the server drop completions it keeps.
-        Errors: INVALID_FIELD.
+        Errors: INVALID_FIELD, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -153,7 +153,7 @@ class InferenceServiceServicer(object):
 
     def LoadPolicyVersion(self, request, context):
         """LoadPolicyVersion loads a version before it is sampled.
-        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION.
+        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -162,7 +162,7 @@ class InferenceServiceServicer(object):
 
     def UnloadPolicyVersion(self, request, context):
         """UnloadPolicyVersion drops a version from memory once no request uses it.
-        Errors: VERSION_NOT_FOUND.
+        Errors: VERSION_NOT_FOUND, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -171,7 +171,7 @@ class InferenceServiceServicer(object):
 
     def ListModels(self, request, context):
         """ListModels lists the base model and the versions in memory.
-        Errors: SERVER_STARTING.
+        Errors: SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

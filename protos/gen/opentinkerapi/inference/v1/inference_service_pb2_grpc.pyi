@@ -33,27 +33,27 @@ class InferenceServiceStub:
     """
     CancelSample: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.CancelSampleRequest, _inference_service_pb2.CancelSampleResponse]
     """CancelSample ends a running request and frees its slot.
-    Errors: REQUEST_NOT_FOUND.
+    Errors: REQUEST_NOT_FOUND, STALE_ATTEMPT.
     Retry: safe.
     """
     AckCompletions: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.AckCompletionsRequest, _inference_service_pb2.AckCompletionsResponse]
     """AckCompletions lets the server drop completions it keeps.
-    Errors: INVALID_FIELD.
+    Errors: INVALID_FIELD, STALE_ATTEMPT.
     Retry: safe.
     """
     LoadPolicyVersion: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.LoadPolicyVersionRequest, _inference_service_pb2.LoadPolicyVersionResponse]
     """LoadPolicyVersion loads a version before it is sampled.
-    Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION.
+    Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION, STALE_ATTEMPT.
     Retry: safe.
     """
     UnloadPolicyVersion: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadPolicyVersionRequest, _inference_service_pb2.UnloadPolicyVersionResponse]
     """UnloadPolicyVersion drops a version from memory once no request uses it.
-    Errors: VERSION_NOT_FOUND.
+    Errors: VERSION_NOT_FOUND, STALE_ATTEMPT.
     Retry: safe.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]
     """ListModels lists the base model and the versions in memory.
-    Errors: SERVER_STARTING.
+    Errors: SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe.
     """
     GetTokenizer: _aio.UnaryStreamMultiCallable[_inference_service_pb2.GetTokenizerRequest, _inference_service_pb2.GetTokenizerResponse]
@@ -125,7 +125,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.CancelSampleRequest, _abc.Awaitable[_inference_service_pb2.CancelSampleResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.CancelSampleResponse]:
         """CancelSample ends a running request and frees its slot.
-        Errors: REQUEST_NOT_FOUND.
+        Errors: REQUEST_NOT_FOUND, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -136,7 +136,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.AckCompletionsRequest, _abc.Awaitable[_inference_service_pb2.AckCompletionsResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.AckCompletionsResponse]:
         """AckCompletions lets the server drop completions it keeps.
-        Errors: INVALID_FIELD.
+        Errors: INVALID_FIELD, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -147,7 +147,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.LoadPolicyVersionRequest, _abc.Awaitable[_inference_service_pb2.LoadPolicyVersionResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.LoadPolicyVersionResponse]:
         """LoadPolicyVersion loads a version before it is sampled.
-        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION.
+        Errors: VERSION_NOT_FOUND, DIGEST_MISMATCH, INVALID_WEIGHTS, INVALID_FIELD, UNKNOWN_MODEL, UNSUPPORTED_OPTION, MERGED_ONE_VERSION, ENGINE_CRASHED, SERVER_STARTING, DRAINING, OVERLOADED, STORAGE_UNAVAILABLE, STORAGE_FULL, UNSUPPORTED_COMBINATION, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -158,7 +158,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.UnloadPolicyVersionRequest, _abc.Awaitable[_inference_service_pb2.UnloadPolicyVersionResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.UnloadPolicyVersionResponse]:
         """UnloadPolicyVersion drops a version from memory once no request uses it.
-        Errors: VERSION_NOT_FOUND.
+        Errors: VERSION_NOT_FOUND, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -169,7 +169,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_service_pb2.ListModelsRequest, _abc.Awaitable[_inference_service_pb2.ListModelsResponse]],
     ) -> _abc.Awaitable[_inference_service_pb2.ListModelsResponse]:
         """ListModels lists the base model and the versions in memory.
-        Errors: SERVER_STARTING.
+        Errors: SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
 

@@ -58,7 +58,7 @@ class CreateJobResponse(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token to send to trainer, inference and env_host."""
+    """Token to send to trainer, inference and env_host; it lasts as long as the lease."""
     @_builtins.property
     def job(self) -> _job_pb2.Job:
         """As queued."""
@@ -475,7 +475,7 @@ class RenewJobLeaseResponse(_message.Message):
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token to send to trainer, inference and env_host."""
+    """Token to send to trainer, inference and env_host; it lasts as long as the lease."""
     @_builtins.property
     def job(self) -> _job_pb2.Job:
         """The job."""

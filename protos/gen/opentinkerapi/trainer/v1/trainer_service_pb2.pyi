@@ -346,7 +346,7 @@ class ForwardRequest(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def start(self) -> Global___ForwardStart:
         """First message."""
@@ -448,7 +448,7 @@ class ForwardBackwardRequest(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def start(self) -> Global___ForwardBackwardStart:
         """First message."""
@@ -566,7 +566,7 @@ class OptimStepRequest(_message.Message):
     clip_norm: _builtins.float
     """Bound of the global gradient norm. Default: no clipping."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def header(self) -> _operation_pb2.OperationHeader:
         """The header."""
@@ -645,7 +645,7 @@ class SaveCheckpointRequest(_message.Message):
     except what a run's loop state names. Default: the server's setting. Needs a scheduler.
     """
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def header(self) -> _operation_pb2.OperationHeader:
         """The header."""
@@ -712,7 +712,7 @@ class RestoreCheckpointRequest(_message.Message):
     weights_only: _builtins.bool
     """Leave the optimizer new."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def header(self) -> _operation_pb2.OperationHeader:
         """The header."""
@@ -766,7 +766,7 @@ class PublishWeightsRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def header(self) -> _operation_pb2.OperationHeader:
         """The header."""
@@ -823,7 +823,7 @@ class WatchOperationsRequest(_message.Message):
     after_seq: _builtins.int
     """Only operations after this one."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     def __init__(
         self,
         *,
@@ -878,7 +878,7 @@ class GetOperationRequest(_message.Message):
     seq: _builtins.int
     """Its seq."""
     job_token: _builtins.str
-    """Token of the job; enforced with the accounts."""
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """How long to wait for its end, at most 30 s."""

@@ -128,7 +128,7 @@ class TrainerServiceServicer(object):
 
     def GetPolicy(self, request, context):
         """GetPolicy returns where a policy stands on this server.
-        Errors: POLICY_NOT_FOUND, SERVER_STARTING.
+        Errors: POLICY_NOT_FOUND, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -200,7 +200,7 @@ class TrainerServiceServicer(object):
 
     def GetOperation(self, request, context):
         """GetOperation returns one operation, waiting for its end up to the given time.
-        Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND.
+        Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

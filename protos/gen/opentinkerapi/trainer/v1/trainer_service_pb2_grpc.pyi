@@ -30,7 +30,7 @@ class TrainerServiceStub:
     """
     GetPolicy: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetPolicyRequest, _trainer_service_pb2.GetPolicyResponse]
     """GetPolicy returns where a policy stands on this server.
-    Errors: POLICY_NOT_FOUND, SERVER_STARTING.
+    Errors: POLICY_NOT_FOUND, SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe.
     """
     Forward: _aio.StreamUnaryMultiCallable[_trainer_service_pb2.ForwardRequest, _trainer_service_pb2.ForwardResponse]
@@ -70,7 +70,7 @@ class TrainerServiceStub:
     """
     GetOperation: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetOperationRequest, _trainer_service_pb2.GetOperationResponse]
     """GetOperation returns one operation, waiting for its end up to the given time.
-    Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND.
+    Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND, STALE_ATTEMPT.
     Retry: safe.
     """
     GetTokenizer: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.GetTokenizerRequest, _trainer_service_pb2.GetTokenizerResponse]
@@ -118,7 +118,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_trainer_service_pb2.GetPolicyRequest, _abc.Awaitable[_trainer_service_pb2.GetPolicyResponse]],
     ) -> _abc.Awaitable[_trainer_service_pb2.GetPolicyResponse]:
         """GetPolicy returns where a policy stands on this server.
-        Errors: POLICY_NOT_FOUND, SERVER_STARTING.
+        Errors: POLICY_NOT_FOUND, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
 
@@ -206,7 +206,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_trainer_service_pb2.GetOperationRequest, _abc.Awaitable[_trainer_service_pb2.GetOperationResponse]],
     ) -> _abc.Awaitable[_trainer_service_pb2.GetOperationResponse]:
         """GetOperation returns one operation, waiting for its end up to the given time.
-        Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND.
+        Errors: POLICY_NOT_FOUND, OPERATION_NOT_FOUND, STALE_ATTEMPT.
         Retry: safe.
         """
 
