@@ -1,4 +1,4 @@
-"""The access matrix: a row for each RPC, by hand, so that a new one is thought about.
+"""The access matrix: a row for each RPC, by hand, so that a new one is thought about. Here the scheduler's.
 
 A row says who may call the RPC, how it is asked about what project A owns, and what project B is told then.
 """
@@ -6,27 +6,19 @@ A row says who may call the RPC, how it is asked about what project A owns, and 
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from google.protobuf.message import Message
 
 from opentinkerapi.catalog.v1 import catalog_service_pb2 as catalog
 from opentinkerapi.catalog.v1 import policy_pb2
-from opentinkerapi.data.v1 import blob_pb2, prompt_pb2
-from opentinkerapi.env.v1 import env_host_service_pb2 as env
-from opentinkerapi.env.v1 import environment_pb2
-from opentinkerapi.inference.v1 import inference_service_pb2 as inference
-from opentinkerapi.inference.v1 import sampling_pb2
+from opentinkerapi.data.v1 import blob_pb2
 from opentinkerapi.run.v1 import blob_service_pb2 as blobs
 from opentinkerapi.run.v1 import run_pb2
 from opentinkerapi.run.v1 import run_service_pb2 as runs
-from opentinkerapi.runtime.tensors import pack_ids
 from opentinkerapi.scheduler.v1 import account_pb2, job_pb2
 from opentinkerapi.scheduler.v1 import account_service_pb2 as accounts
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as jobs
 from opentinkerapi.scheduler.v1 import server_registry_service_pb2 as registry
-from opentinkerapi.trainer.v1 import operation_pb2
-from opentinkerapi.trainer.v1 import trainer_service_pb2 as trainer
 from tests.contract.access_world import DATA, SHARED_SHA, World
 
 VIEWER, MEMBER, ADMIN = "viewer", "member", "admin"
@@ -55,28 +47,13 @@ class Row:
     """A's things would not be the same afterwards: who may call it is asked about what does not exist."""
 
 
+def named(tables: Mapping[str, Mapping[str, Row]]) -> dict[str, Row]:
+    """Rows by service and method."""
+    return {f"{service}.{method}": row for service, rows in tables.items() for method, row in rows.items()}
+
+
 def _id() -> str:
     return uuid.uuid4().hex
-
-
-def _trainer(w: World) -> dict[str, Any]:
-    header = operation_pb2.OperationHeader(policy=w.policy, seq=99, request_id=_id(), attempt=w.attempt)
-    return {"header": header}
-
-
-def _ref(w: World) -> sampling_pb2.PolicyVersionRef:
-    return sampling_pb2.PolicyVersionRef(policy=w.policy, version=0)
-
-
-def _prompt() -> prompt_pb2.Prompt:
-    tokens = prompt_pb2.TokenChunk(token_ids=pack_ids([1, 2]))
-    return prompt_pb2.Prompt(chunks=[prompt_pb2.Chunk(tokens=tokens)])
-
-
-def _sample(w: World) -> inference.SampleRequest:
-    params = sampling_pb2.SamplingParams(max_tokens=1)
-    model = sampling_pb2.ModelRef(policy_version=_ref(w))
-    return inference.SampleRequest(request_id=_id(), model=model, prompt=_prompt(), params=params)
 
 
 def _blob(sha256: str) -> blob_pb2.BlobRef:
@@ -118,23 +95,6 @@ def _deployment(w: World) -> catalog.CreateDeploymentRequest:
     request = catalog.CreateDeploymentRequest(request_id=_id(), deployment_id=f"d{_id()[:8]}")
     request.deployment.model = w.policy
     return request
-
-
-def _create_policy(w: World) -> trainer.CreatePolicyRequest:
-    tuning = policy_pb2.Tuning(lora=policy_pb2.LoraTuning(rank=4))
-    return trainer.CreatePolicyRequest(
-        request_id=_id(), job=w.job, attempt=w.attempt, base_model=w.model, tuning=tuning
-    )
-
-
-def _step(w: World) -> env.StepRequest:
-    action = environment_pb2.AgentAction(agent="agent")
-    action.action.content.parts.add(text="1")
-    return env.StepRequest(episode=w.episode, seq=7, actions=[action])
-
-
-def _group(w: World) -> env.OpenGroupRequest:
-    return env.OpenGroupRequest(request_id=_id(), environment="environments/game", size=1)
 
 
 _SCHEDULER: Mapping[str, Row] = {
@@ -335,126 +295,13 @@ _BLOBS: Mapping[str, Row] = {
     "GetDownload": Row(VIEWER, lambda w: blobs.GetDownloadRequest(blob=_blob(w.blob)), "BLOB_NOT_FOUND"),
 }
 
-_TRAINER: Mapping[str, Row] = {
-    "CreatePolicy": Row(JOB, _create_policy, "JOB_NOT_FOUND", changes=True),
-    "UnloadPolicy": Row(
-        JOB,
-        lambda w: trainer.UnloadPolicyRequest(policy=w.policy, request_id=_id(), attempt=w.attempt),
-        "POLICY_NOT_FOUND",
-        changes=True,
-    ),
-    "GetPolicy": Row(JOB, lambda w: trainer.GetPolicyRequest(policy=w.policy), "POLICY_NOT_FOUND"),
-    "Forward": Row(
-        JOB,
-        lambda w: trainer.ForwardRequest(start=trainer.ForwardStart(chunk_count=1, **_trainer(w))),
-        "POLICY_NOT_FOUND",
-        changes=True,
-    ),
-    "ForwardBackward": Row(
-        JOB,
-        lambda w: trainer.ForwardBackwardRequest(
-            start=trainer.ForwardBackwardStart(chunk_count=1, losses=[{"name": "main"}], **_trainer(w))  # type: ignore[list-item]
-        ),
-        "POLICY_NOT_FOUND",
-        changes=True,
-    ),
-    "OptimStep": Row(
-        JOB,
-        lambda w: trainer.OptimStepRequest(forward_backward_seqs=[1], adamw=trainer.AdamW(), **_trainer(w)),
-        "POLICY_NOT_FOUND",
-        changes=True,
-    ),
-    "SaveCheckpoint": Row(
-        JOB, lambda w: trainer.SaveCheckpointRequest(**_trainer(w)), "POLICY_NOT_FOUND", changes=True
-    ),
-    "RestoreCheckpoint": Row(
-        JOB,
-        lambda w: trainer.RestoreCheckpointRequest(checkpoint=w.checkpoint, **_trainer(w)),
-        "POLICY_NOT_FOUND",
-        changes=True,
-    ),
-    "PublishWeights": Row(
-        JOB, lambda w: trainer.PublishWeightsRequest(**_trainer(w)), "POLICY_NOT_FOUND", changes=True
-    ),
-    "WatchOperations": Row(
-        JOB, lambda w: trainer.WatchOperationsRequest(policy=w.policy), "POLICY_NOT_FOUND"
-    ),
-    "GetOperation": Row(
-        JOB, lambda w: trainer.GetOperationRequest(policy=w.policy, seq=1), "POLICY_NOT_FOUND"
-    ),
-    "GetTokenizer": Row(VIEWER, lambda w: trainer.GetTokenizerRequest()),
-    "GetCapabilities": Row(VIEWER, lambda w: trainer.GetCapabilitiesRequest()),
-}
-
-_INFERENCE: Mapping[str, Row] = {
-    "Sample": Row(JOB, _sample, "VERSION_NOT_FOUND", sibling="OK"),
-    "StreamSample": Row(
-        JOB, lambda w: inference.StreamSampleRequest(sample=_sample(w)), "VERSION_NOT_FOUND", sibling="OK"
-    ),
-    "ScoreTokens": Row(
-        JOB,
-        lambda w: inference.ScoreTokensRequest(
-            model=sampling_pb2.ModelRef(policy_version=_ref(w)), sequences=[_prompt()]
-        ),
-        "VERSION_NOT_FOUND",
-        sibling="OK",
-    ),
-    "CancelSample": Row(
-        JOB,
-        lambda w: inference.CancelSampleRequest(request_id=f"of {w.job}"),
-        "REQUEST_NOT_FOUND",
-        changes=True,
-    ),
-    "AckCompletions": Row(JOB, lambda w: inference.AckCompletionsRequest(request_ids=[f"of {w.job}"])),
-    "LoadPolicyVersion": Row(
-        JOB,
-        lambda w: inference.LoadPolicyVersionRequest(policy_version=_ref(w)),
-        "VERSION_NOT_FOUND",
-        sibling="OK",
-    ),
-    "UnloadPolicyVersion": Row(
-        JOB,
-        lambda w: inference.UnloadPolicyVersionRequest(policy_version=_ref(w)),
-        "VERSION_NOT_FOUND",
-        changes=True,
-    ),
-    "ListModels": Row(JOB, lambda w: inference.ListModelsRequest(), sibling="OK"),
-    "GetTokenizer": Row(VIEWER, lambda w: inference.GetTokenizerRequest()),
-    "RenderChat": Row(VIEWER, lambda w: inference.RenderChatRequest(messages=[{"role": 2}])),  # type: ignore[list-item]
-    "Tokenize": Row(VIEWER, lambda w: inference.TokenizeRequest(text="a")),
-    "Detokenize": Row(VIEWER, lambda w: inference.DetokenizeRequest(token_ids=pack_ids([1]))),
-    "GetCapabilities": Row(VIEWER, lambda w: inference.GetCapabilitiesRequest()),
-}
-
-_ENV_HOST: Mapping[str, Row] = {
-    "ListEnvironments": Row(VIEWER, lambda w: env.ListEnvironmentsRequest()),
-    "GetEnvironment": Row(VIEWER, lambda w: env.GetEnvironmentRequest(name="environments/game")),
-    "ListTasks": Row(
-        VIEWER,
-        lambda w: env.ListTasksRequest(environment="environments/game", split="none"),
-        "INVALID_FIELD",
-        changes=True,
-    ),
-    "OpenGroup": Row(JOB, _group),
-    "Begin": Row(JOB, lambda w: env.BeginRequest(episode=w.episode), "EPISODE_NOT_FOUND"),
-    "Step": Row(JOB, _step, "EPISODE_NOT_FOUND", changes=True),
-    "Finalize": Row(JOB, lambda w: env.FinalizeRequest(episode=w.episode), "EPISODE_NOT_FOUND", changes=True),
-    "CloseEpisodes": Row(JOB, lambda w: env.CloseEpisodesRequest(episodes=[w.episode]), changes=True),
-    "RenewLease": Row(JOB, lambda w: env.RenewLeaseRequest(episodes=[w.episode])),
-}
-
-ROWS: Mapping[str, Row] = {
-    f"{service}.{method}": row
-    for service, rows in {
+ROWS: Mapping[str, Row] = named(
+    {
         "SchedulerService": _SCHEDULER,
         "ServerRegistryService": _REGISTRY,
         "AccountService": _ACCOUNTS,
         "CatalogService": _CATALOG,
         "RunService": _RUNS,
         "BlobService": _BLOBS,
-        "TrainerService": _TRAINER,
-        "InferenceService": _INFERENCE,
-        "EnvHostService": _ENV_HOST,
-    }.items()
-    for method, row in rows.items()
-}
+    }
+)

@@ -69,7 +69,9 @@ class World:
     keys: dict[str, str] = field(default_factory=dict)
     """viewer, member and admin of A; other, an admin of B; expired, revoked; bootstrap and service."""
     tokens: dict[str, str] = field(default_factory=dict)
-    """own, of A's job; sibling, of another job of A; other, of B's; expired; sampling, for inference only."""
+    """own, of A's job; sibling, of another job of A; other, of B's; expired; sampling, for inference only;
+    stale, of the job's attempt before it had its slots; forged, with another key.
+    """
     project: str = ""
     user: str = ""
     api_key: str = ""
@@ -254,6 +256,7 @@ async def _make_rest(world: World, store: MemoryObjectStore, signer: TokenSigner
         "other": other.job_token,
         "expired": signer.sign(claims),
         "sampling": signer.sign(far),
+        "stale": signer.sign(replace(claims, attempt=attempt - 1, expires=4e9)),
         "forged": TokenSigner("another cluster's").sign(replace(claims, expires=4e9)),
     }
     world = replace(world, tokens=tokens, job=job, attempt=attempt)
@@ -282,7 +285,7 @@ async def _make_rest(world: World, store: MemoryObjectStore, signer: TokenSigner
 async def _run_job(world: World, key: str) -> jobs_pb2.RenewJobLeaseResponse:
     """A job that runs, as its client sees it."""
     slots = [
-        job_pb2.SlotSpec(role=role, base_model=world.model)
+        job_pb2.SlotSpec(role=role, base_model=world.model, options=job_pb2.ServerOptions(engine="noop"))
         for role in (job_pb2.SLOT_ROLE_TRAINER, job_pb2.SLOT_ROLE_INFERENCE)
     ]
     request = jobs_pb2.CreateJobRequest(

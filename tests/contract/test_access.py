@@ -10,13 +10,20 @@ import pytest_asyncio
 from google.protobuf.descriptor import MethodDescriptor
 
 from opentinkerapi.runtime.retries import all_services
-from tests.contract.access_rows import ADMIN, CLUSTER, JOB, MEMBER, ROWS, SERVICE, VIEWER
+from tests.contract import access_job_rows, access_rows
+from tests.contract.access_rows import ADMIN, CLUSTER, JOB, MEMBER, SERVICE, VIEWER
 from tests.contract.access_world import World, open_world
 
+ROWS = {**access_rows.ROWS, **access_job_rows.ROWS}
 METHODS: dict[str, MethodDescriptor] = {
     f"{service.name}.{method.name}": method for service in all_services() for method in service.methods
 }
-FOR_JOBS = ("TrainerService", "InferenceService", "EnvHostService")
+KNOWS_ATTEMPTS = (
+    *(f"TrainerService.{method}" for method in ("CreatePolicy", "GetPolicy", "OptimStep", "GetOperation")),
+    *(f"InferenceService.{method}" for method in ("Sample", "StreamSample", "ScoreTokens")),
+    "InferenceService.LoadPolicyVersion",
+)
+"""RPCs that look at when a token was made; a check for each of the ways in which they do."""
 REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 ROLES = (VIEWER, MEMBER, ADMIN)
 
@@ -89,11 +96,13 @@ async def test_job_tokens(world: World, name: str) -> None:
     assert await ask("forged", world.keys["admin"]) == "UNAUTHENTICATED"
     if not name.startswith("InferenceService"):
         assert await ask("sampling") == "UNAUTHENTICATED"
+    if name in KNOWS_ATTEMPTS:
+        assert await ask("stale") == "STALE_ATTEMPT"
     # The token of the row's own job, in the metadata and, where the request has one, in its field.
     if not row.changes:
         assert await ask("own") == "OK"
         request = row.ask(world)
-        place = request.sample if "sample" in request.DESCRIPTOR.fields_by_name else request  # type: ignore[attr-defined]
+        place = getattr(request, "sample", request)
         if "job_token" in place.DESCRIPTOR.fields_by_name:
             place.job_token = world.tokens["own"]
             assert (await world.ask(method, [request], world.keys["member"]))[0] == "OK"

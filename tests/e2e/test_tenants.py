@@ -1,5 +1,5 @@
-"""Two tenants of one embedded stack: they train at once on one base model, on the same servers, and neither sees
-or changes anything of the other's.
+"""Two tenants of one embedded stack: they train at once on one base model, on the same servers, and neither
+sees or changes anything of the other's.
 """
 
 from collections.abc import Iterator

@@ -56,7 +56,8 @@ async def test_from_a_new_user_to_a_revoked_key(cluster: tuple[str, str], run: R
     assert "vision is projects/" in await ok("projects", "create", "vision")
     assert "ann is users/" in await ok("users", "create", "ann")
     assert "is member of projects/" in await ok("projects", "add", "ann", "--project", "vision")
-    made = await ok("keys", "create", "--user", "ann", "--project", "vision", "--days", "90", "--name", "laptop")
+    ann = ("--user", "ann", "--project", "vision")
+    made = await ok("keys", "create", *ann, "--days", "90", "--name", "laptop")
     key = made.splitlines()[-1]
     assert key.startswith("otk_")
     assert "member of projects/" in await ok("whoami", key=key)

@@ -47,9 +47,15 @@ def test_who_calls_for_a_job_needs_a_slot_of_that_job() -> None:
     leases = Leases()
     leases.take("assignments/1", "jobs/a", 2)
     leases.take("assignments/2", "jobs/b", 7)
-    leases.check(2, "jobs/a")
-    leases.check(0, "jobs/a")
-    for attempt, job in ((7, "jobs/a"), (2, "jobs/b"), (2, "jobs/c"), (0, "jobs/c")):
+    leases.check(2, "jobs/a", 2)
+    leases.check(0, "jobs/a", 5)  # the job has a newer slot elsewhere
+    for attempt, job, token in (
+        (7, "jobs/a", 7),
+        (2, "jobs/b", 7),
+        (2, "jobs/c", 2),
+        (0, "jobs/c", 0),
+        (2, "jobs/a", 1),
+    ):
         with pytest.raises(ServiceError) as caught:
-            leases.check(attempt, job)
+            leases.check(attempt, job, token)
         assert caught.value.reason is Reason.STALE_ATTEMPT

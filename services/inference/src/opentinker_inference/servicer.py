@@ -12,7 +12,7 @@ from opentinker_inference.domain.service import InferenceDomain
 from opentinker_inference.domain.versions import ModelRef
 from opentinker_inference.prompts import PromptReader
 from opentinker_kit.accounts import Gate
-from opentinker_kit.auth import Access, acting_job, acting_project
+from opentinker_kit.auth import Access, acting_attempt, acting_job, acting_project
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.inference.v1 import inference_service_pb2 as pb
 from opentinkerapi.inference.v1 import sampling_pb2
@@ -81,7 +81,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def ScoreTokens(  # type: ignore[override]
         self, request: pb.ScoreTokensRequest, context: Context
     ) -> pb.ScoreTokensResponse:
-        self._domain.leases.check(request.attempt, acting_job())
+        self._domain.leases.check(request.attempt, acting_job(), acting_attempt())
         model = wire.model_ref(request.model)
         await self._check_own(model, "model")
         sequences = [
@@ -112,7 +112,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def LoadPolicyVersion(  # type: ignore[override]
         self, request: pb.LoadPolicyVersionRequest, context: Context
     ) -> pb.LoadPolicyVersionResponse:
-        self._domain.leases.check(0, acting_job())
+        self._domain.leases.check(0, acting_job(), acting_attempt())
         version = wire.version_ref(request.policy_version)
         await self._check_own(version, "policy_version")
         elapsed = await self._domain.load_version(
@@ -192,7 +192,7 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def _answers(self, request: pb.SampleRequest, context: Context, *, stream: bool = False) -> Answers:
-        self._domain.leases.check(request.attempt, acting_job())
+        self._domain.leases.check(request.attempt, acting_job(), acting_attempt())
         await self._check_own(wire.model_ref(request.model), "model")
         prompt = await self._prompts.read(request.prompt, "prompt", acting_project())
         spec = wire.sample_spec(request, prompt, _own(request.request_id), stream=stream)

@@ -81,6 +81,8 @@ class Principal:
     """Id of the user's key."""
     job: str = ""
     """`jobs/{job}` of the token that the call came with, where tokens are checked."""
+    job_attempt: int = 0
+    """The job's attempt when that token was made."""
     job_token: str = field(default="", repr=False)
 
     @property
@@ -143,6 +145,12 @@ def acting_job() -> str:
     """
     principal = _current.get(None)
     return principal.job if principal is not None else ""
+
+
+def acting_attempt() -> int:
+    """The attempt of that job when its token was made; 0 where there is none."""
+    principal = _current.get(None)
+    return principal.job_attempt if principal is not None else 0
 
 
 def acting_project() -> str:
@@ -259,7 +267,14 @@ class AuthPolicy:
     async def _of_job(self, principal: Principal, token: str) -> Principal:
         assert self._tokens is not None
         claims = await self._tokens.verify(token)
-        return replace(principal, project=claims.project, role=Role.MEMBER, job=claims.job, job_token=token)
+        return replace(
+            principal,
+            project=claims.project,
+            role=Role.MEMBER,
+            job=claims.job,
+            job_attempt=claims.attempt,
+            job_token=token,
+        )
 
 
 def digest_of(key: str) -> bytes:

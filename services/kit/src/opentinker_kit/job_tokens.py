@@ -12,6 +12,8 @@ import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
@@ -51,13 +53,28 @@ class TokenSigner:
     """Signs with a key that is made from a secret, so that the same secret gives the same key."""
 
     def __init__(self, secret: str) -> None:
-        from Crypto.Signature import eddsa  # here: only the scheduler needs it at its start
+        self._secret = secret
 
-        seed = hashlib.sha256(b"opentinker job tokens\0" + secret.encode()).digest()
-        key = eddsa.import_private_key(seed)
-        self._scheme = eddsa.new(key, "rfc8032")
-        self.public_key: bytes = bytes(key.public_key().export_key(format="raw"))
-        self.key_id = hashlib.sha256(self.public_key).hexdigest()[:16]
+    def prepare(self) -> None:
+        """Do once, and beside other things, what takes a while: load the library, make the key."""
+        _ = self.public_key
+
+    @cached_property
+    def _key(self) -> Any:
+        from Crypto.Signature import eddsa  # here: who starts does not wait for it
+
+        seed = hashlib.sha256(b"opentinker job tokens\0" + self._secret.encode()).digest()
+        return eddsa.import_private_key(seed)
+
+    @cached_property
+    def public_key(self) -> bytes:
+        """32 bytes."""
+        return bytes(self._key.public_key().export_key(format="raw"))
+
+    @cached_property
+    def key_id(self) -> str:
+        """What tokens name the key by."""
+        return hashlib.sha256(self.public_key).hexdigest()[:16]
 
     def sign(self, claims: JobClaims) -> str:
         """The token that says this."""
@@ -72,8 +89,11 @@ class TokenSigner:
             },
             separators=(",", ":"),
         )
+        from Crypto.Signature import eddsa
+
         signed = f"{_PREFIX}.{_encode(body.encode())}"
-        return f"{signed}.{_encode(bytes(self._scheme.sign(signed.encode())))}"
+        proof = bytes(eddsa.new(self._key, "rfc8032").sign(signed.encode()))
+        return f"{signed}.{_encode(proof)}"
 
 
 class TokenVerifier:

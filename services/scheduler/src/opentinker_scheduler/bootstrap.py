@@ -160,6 +160,7 @@ class Scheduler:
             ("forget", self._forget()),
             ("sweep", self._sweep()),
             ("dependencies", self._look_at_dependencies()),
+            ("token key", asyncio.to_thread(self._tokens.prepare)),
         ):
             self._tasks.append(loop.create_task(work, name=name))
         await self.server.set_serving(True)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc.aio
 
 from opentinker_kit.accounts import Gate
-from opentinker_kit.auth import Access, acting_job, acting_project
+from opentinker_kit.auth import Access, acting_attempt, acting_job, acting_project
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinker_trainer.application.admission import Admission, ByteBudget
@@ -73,6 +73,8 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         if job and request.job != job:
             text = f"the call is made for {job}, and {request.job or 'no job'} is to hold the policy"
             raise ServiceError(Reason.JOB_NOT_FOUND, text, field="job")
+        if job:
+            self._holdings.check_token(job, acting_attempt())
         if request.from_checkpoint:
             await self._check_checkpoint(request.from_checkpoint, "from_checkpoint")
         record = await self._trainer.create(request, acting_project())
@@ -203,10 +205,15 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         )
 
     def _check_own(self, name: str) -> None:
-        """POLICY_NOT_FOUND, as for one that is not held here, for a policy of another job than the call's."""
+        """POLICY_NOT_FOUND, as for one that is not held here, for a policy of another job than the call's;
+        STALE_ATTEMPT for an old token.
+        """
         job = acting_job()
-        if job and self._holdings.get(name).job != job:
+        if not job:
+            return
+        if self._holdings.get(name).job != job:
             raise not_held(name)
+        self._holdings.check_token(job, acting_attempt())
 
     async def _check_checkpoint(self, name: str, field: str) -> None:
         """CHECKPOINT_NOT_FOUND for a checkpoint of another project."""

@@ -20,15 +20,20 @@ class Leases:
         """It does no longer; one that is not held is released already."""
         self._held.pop(assignment, None)
 
-    def check(self, attempt: int, job: str = "") -> None:
-        """STALE_ATTEMPT unless a job here holds its slot under `attempt` (0 comes from no scheduler), and where
-        a call is made for a job, that one.
+    def check(self, attempt: int, job: str = "", token_attempt: int = 0) -> None:
+        """STALE_ATTEMPT unless a job here holds its slot under `attempt` (0 comes from no scheduler).
+
+        Where the call is made for a job it must be that one, with a token that was not made before the slot
+        was given.
         """
         newest: dict[str, int] = {}
         for holder, held in self._held.values():
             newest[holder] = max(held, newest.get(holder, 0))
         if job and job not in newest:
             text = f"{job} has no slot on this server; renew its lease for its endpoints"
+            raise ServiceError(Reason.STALE_ATTEMPT, text, field="job_token")
+        if job and token_attempt < newest[job]:
+            text = f"the token is of attempt {token_attempt}; {job} holds its slot under {newest[job]}"
             raise ServiceError(Reason.STALE_ATTEMPT, text, field="job_token")
         current = [newest[job]] if job else newest.values()
         if attempt and newest and attempt not in current:

@@ -14,6 +14,10 @@ class JobTokens:
         self._signer = signer
         self._clock = clock
 
+    def prepare(self) -> None:
+        """Make the key, in any thread: the first token need not wait for it then."""
+        self._signer.prepare()
+
     @property
     def public_keys(self) -> dict[str, bytes]:
         """What tokens are checked with, by id."""

@@ -91,6 +91,13 @@ class Holdings:
         if not self._holds_lease():
             raise ServiceError(Reason.STALE_ATTEMPT, "the lease of this server is over; resolve it anew")
 
+    def check_token(self, job: str, attempt: int) -> None:
+        """STALE_ATTEMPT for a token that was made before the job was given the slot that it has here."""
+        held = self.attempt_of(job)
+        if attempt < held:
+            text = f"the token is of attempt {attempt}; {job} holds its slot under {held}"
+            raise ServiceError(Reason.STALE_ATTEMPT, text, field="job_token", metadata={"attempt": held})
+
     def may_run(self, policy: HeldPolicy) -> bool:
         """Whether the policy may be changed now, by this server's own clock."""
         return policy.gone is None and (self._attempts is None or self._holds_lease())
