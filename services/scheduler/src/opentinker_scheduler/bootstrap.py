@@ -13,14 +13,14 @@ import grpc.aio
 import structlog
 
 from opentinker_kit.auth import Access, AuthPolicy
-from opentinker_kit.clock import Clock, SystemClock
+from opentinker_kit.clock import Clock, SteadyClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
-from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.adapters.sql.database import Committed, SqlDatabase
 from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.blobs import Blobs, blob_key
 from opentinker_scheduler.application.catalog import Catalog
@@ -29,6 +29,7 @@ from opentinker_scheduler.application.deployments import Deployments
 from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Registry
 from opentinker_scheduler.application.resolution import Resolution
@@ -157,9 +158,10 @@ class Scheduler:
         store: ObjectStore | None = None,
         models: ModelSource | None = None,
         launcher: Launcher | None = None,
+        auth: AuthPolicy | None = None,
     ) -> None:
         self._settings = settings
-        self._clock = clock or SystemClock()
+        self._clock = clock or SteadyClock()
         self._offer = settings.offer()
         self._bus = bus or _event_bus(settings)
         self._store = store or (S3ObjectStore(settings.s3) if settings.s3 is not None else None)
@@ -178,8 +180,11 @@ class Scheduler:
             self.launcher,
             self._leases,
             self._sessions,
-            self._offer.limits,
-            settings.crash_budget(),
+            Placing(
+                Terms(
+                    self._offer.limits, settings.tenant_rules(), settings.crash_budget(), self.launcher.name
+                )
+            ),
             _timing(settings),
             self._clock,
         )
@@ -195,7 +200,7 @@ class Scheduler:
             settings,
             self._add_servicers,
             service_names=[service.full_name for service in _SERVICES],
-            auth=AuthPolicy(settings.bootstrap_key(), settings.service_key(), access_table()),
+            auth=auth or AuthPolicy(settings.bootstrap_key(), settings.service_key(), access_table()),
             on_drain=self._drain,
         )
 
@@ -232,7 +237,16 @@ class Scheduler:
         settings, database = self._settings, self.database
         answers = Answers(database, self._clock)
         tokens = JobTokens(_token_key(settings))
-        jobs = Jobs(self._offer, self._models, self._leases, tokens, self._clock, settings.job_lease_s)
+        jobs = Jobs(
+            self._offer,
+            self._models,
+            self._leases,
+            tokens,
+            self._clock,
+            settings.job_lease_s,
+            settings.tenant_rules(),
+            settings.job_max_duration_s,
+        )
         self._cluster = Cluster(
             database,
             self._offer,
@@ -293,11 +307,11 @@ class Scheduler:
         )
         return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
 
-    def _committed(self, jobs: frozenset[str], facts: bool) -> None:
-        self._watchers.changed(jobs)
-        if jobs:
+    def _committed(self, change: Committed) -> None:
+        self._watchers.changed(change.jobs | change.told)
+        if change.jobs:
             self.reconciler.wake()
-        if facts:
+        if change.facts:
             self._relay.nudge()
 
     async def _lead(self) -> None:
