@@ -1,7 +1,7 @@
 """The scheduler under load: the real one over gRPC, with simulated servers and clients in another process.
 
 Cases: `assign` (from a slot being free, with jobs in line for it, to its server having the next one: 99th
-percentile, over one tick), `jain` (how evenly projects get slots, one of which asks for far more than others),
+percentile, over one tick), `jain` (how evenly projects get slots, one of which asks for more than others),
 `create` (milliseconds of CreateJob; decisions, memory, and how a tick grows with the queue beside it) and
 `small_wait` (95th percentile of the wait of small jobs among large ones, over that of a strict queue of the
 same jobs in which no time is lost).

@@ -165,9 +165,36 @@ def test_a_job_without_progress_is_idle() -> None:
     assert rules.overran(rules.running(restarted, later), later + timedelta(seconds=59)) is None
 
 
+def test_who_gave_way_keeps_its_place_and_its_client() -> None:
+    it = rules.running(rules.granted(job(attempt=4)), NOW)
+    away = rules.preempted(it)
+    assert (away.state, away.queue_time) == (JobState.PREEMPTED, NOW)
+    assert "higher priority" in away.state_reason
+    again = rules.requeued(away)
+    assert (again.state, again.queue_time) == (JobState.QUEUED, NOW)
+    assert rules.granted(again).attempt == 6
+    # Whatever comes meanwhile finds a job that can be ended or paused.
+    assert rules.client_lost(away, NOW).state is JobState.PAUSED
+    assert rules.finished(away, JobState.SUCCEEDED, "", NOW).state is JobState.SUCCEEDED
+    assert rules.cancelled(away, "", NOW).state is JobState.CANCELLED
+
+
 STEPS = st.lists(
     st.sampled_from(
-        ["grant", "run", "crash", "replica", "pause", "resume", "lose", "cancel", "succeed", "fail"]
+        [
+            "grant",
+            "run",
+            "crash",
+            "replica",
+            "preempt",
+            "requeue",
+            "pause",
+            "resume",
+            "lose",
+            "cancel",
+            "succeed",
+            "fail",
+        ]
     ),
     max_size=40,
 )
@@ -189,6 +216,8 @@ def test_whatever_happens_states_follow_the_table_and_attempts_never_fall(
                 "run": lambda it=it: rules.running(it, NOW),
                 "crash": lambda it=it: rules.lost_server(it, CRASH, NOW, BUDGET),
                 "replica": lambda it=it: rules.lost_replica(it, CRASH, NOW, BUDGET),
+                "preempt": lambda it=it: rules.preempted(it),
+                "requeue": lambda it=it: rules.requeued(it),
                 "pause": lambda it=it: rules.paused(it, ""),
                 "resume": lambda it=it: rules.resumed(it, NOW),
                 "lose": lambda it=it: rules.client_lost(it, NOW),

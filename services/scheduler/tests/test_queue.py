@@ -171,7 +171,7 @@ async def test_slots_are_kept_for_a_large_job(start_rig: Any, make_slot: Any) ->
     async def kept() -> bool:
         small = await rig.create_job()
         await wait_until(lambda: _knows(rig, small), what="the small one knows its place")
-        return "kept for " + large.name in (await rig.job(small.name)).state_reason
+        return "kept for a job" in (await rig.job(small.name)).state_reason
 
     await wait_until(kept, what="slots are kept")
     for job in (await rig.jobs.ListJobs(pb.ListJobsRequest(states=[RUNNING]))).jobs:
@@ -182,6 +182,30 @@ async def test_slots_are_kept_for_a_large_job(start_rig: Any, make_slot: Any) ->
 async def _knows(rig: Any, job: job_pb2.Job) -> bool:
     seen = await rig.job(job.name)
     return seen.state != QUEUED or seen.queue_position > 0
+
+
+async def test_a_job_gives_way_and_goes_on_where_it_was(start_rig: Any, make_slot: Any) -> None:
+    rig = await start_rig(
+        max_servers=1,
+        trainer_slots=2,
+        default_tenant={"max_priority": 1},
+        preemption=True,
+        preempt_after_s=0.0,
+    )
+    humble = await rig.create_job(make_slot(count=2))
+    await rig.until(humble.name, RUNNING)
+    equal = await rig.create_job()
+    urgent = await rig.create_job(priority=1)
+    await rig.until(urgent.name, RUNNING)
+    # The other slot of the server is for whoever is first; the one that gave way keeps its old place.
+    seen = await rig.job(humble.name)
+    assert seen.state in (job_pb2.JOB_STATE_PREEMPTED, QUEUED)
+    assert "release" in str(rig.told((await rig.servers())[0]))
+    await rig.until(equal.name, RUNNING)
+    await cancel(rig, equal)
+    await cancel(rig, urgent)
+    again = await rig.until(humble.name, RUNNING)
+    assert again.attempt == 2
 
 
 class Projects(AuthPolicy):

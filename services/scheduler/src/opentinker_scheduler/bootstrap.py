@@ -180,11 +180,7 @@ class Scheduler:
             self.launcher,
             self._leases,
             self._sessions,
-            Placing(
-                Terms(
-                    self._offer.limits, settings.tenant_rules(), settings.crash_budget(), self.launcher.name
-                )
-            ),
+            Placing(_terms(settings, self.launcher)),
             _timing(settings),
             self._clock,
         )
@@ -395,6 +391,17 @@ def _models(settings: SchedulerSettings, database: Database) -> ModelSource:
     if settings.launcher == "static":
         return ServedModels(database)
     return DiskModels(settings.model_roots, settings.model_cache_dir, settings.allow_any_model_dir)
+
+
+def _terms(settings: SchedulerSettings, launcher: Launcher) -> Terms:
+    return Terms(
+        limits=settings.limits(),
+        tenants=settings.tenant_rules(),
+        budget=settings.crash_budget(),
+        launcher_name=launcher.name,
+        preemption=settings.preemption,
+        preempt_after_s=settings.preempt_after_s,
+    )
 
 
 def _timing(settings: SchedulerSettings) -> Timing:

@@ -110,6 +110,10 @@ class SchedulerSettings(ServerSettings):
     """What projects may have, by project."""
     reserve_after_s: float = Field(default=60.0, ge=0)
     """After how long a wait slots are kept for a job that needs more than is free at once."""
+    preemption: bool = False
+    """Jobs give way to waiting ones of higher priority: they are saved, and keep their place in the queue."""
+    preempt_after_s: float = Field(default=60.0, ge=0)
+    """For how long a job keeps its slots at least before it is asked to."""
     job_max_duration_s: float = Field(default=0.0, ge=0)
     """`max_duration` of jobs that ask for none, except detached ones; 0: no limit."""
 

@@ -21,6 +21,7 @@ from opentinker_scheduler.domain.model import (
 )
 from opentinker_scheduler.domain.names import new_id
 from opentinker_scheduler.domain.planner import Cluster, Plan, make_plan
+from opentinker_scheduler.domain.preemption import Candidate
 from opentinker_scheduler.domain.replicas import Place, missing, urgency
 from opentinker_scheduler.domain.reservations import Tenure
 from opentinker_scheduler.domain.shares import NOTHING, Shares, Tenants
@@ -46,6 +47,10 @@ class Terms:
     tenants: Tenants
     budget: rules.CrashBudget
     launcher_name: str
+    preemption: bool = False
+    """Whether jobs give way to those of higher priority."""
+    preempt_after_s: float = 60.0
+    """For how long a job keeps its slots at least."""
 
 
 class Placing:
@@ -74,6 +79,8 @@ class Placing:
             leaving=_by_engine(s for s in servers if s.launched and s.state is ServerState.DRAINING),
             shares=self._shares(tx, placed, servers, now),
             tenures=lambda: [_tenure(job, now) for job in placed],
+            candidates=(lambda: self._candidates(placed, now)) if self.terms.preemption else None,
+            yielding=any(job.state is JobState.PREEMPTED for job in jobs.values()),
             now=now.timestamp(),
         )
         plan = make_plan(demands, _capacities(servers, assignments), cluster, new_id)
@@ -94,6 +101,16 @@ class Placing:
         self._telling = plan.waiting()
         for job_id, position, reason in islice(self._telling, _TELL_AT_ONCE - told):
             tx.jobs.tell(job_id, position, reason)
+
+    def _candidates(self, placed: Iterable[Job], now: datetime) -> list[Candidate]:
+        """Who may be asked to give way: jobs that run, not those whose servers are only starting."""
+        return [
+            Candidate(job.id, job.priority, job.grant_time.timestamp())
+            for job in placed
+            if job.state is JobState.RUNNING
+            and job.grant_time is not None
+            and (now - job.grant_time).total_seconds() >= self.terms.preempt_after_s
+        ]
 
     def _shares(
         self, tx: Transaction, placed: Sequence[Job], servers: Sequence[Server], now: datetime
@@ -266,6 +283,8 @@ def _write(tx: Transaction, plan: Plan, jobs: dict[str, Job], launcher_name: str
                     change_time=now,
                 )
             )
+    for job_id in plan.preempted:
+        save_job(tx, jobs[job_id], rules.preempted(jobs[job_id]), now)
     for server_id in plan.evictions:
         server = tx.servers.find(server_id)
         if server is not None:

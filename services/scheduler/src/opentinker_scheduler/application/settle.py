@@ -97,6 +97,9 @@ def settle(tx: Transaction, seen: Observed, placing: Placing, now: datetime) -> 
         limited = job.max_duration_s > 0 or job.idle_limit_s > 0
         if limited and (why := rules.overran(job, now)) is not None:
             save_job(tx, job, rules.expired(job, why, now), now)
+        if job.state is JobState.PREEMPTED and not tx.assignments.of_job(job.id):
+            save_job(tx, job, rules.requeued(job), now)
+    jobs = tx.jobs.live()
     if any(map(wants, jobs)):
         _start_answering(tx, jobs, now)
         placing.place(tx, seen.attended, now)
@@ -117,7 +120,7 @@ def settle(tx: Transaction, seen: Observed, placing: Placing, now: datetime) -> 
 
 def _moving(jobs: Sequence[Job], servers: Sequence[Server], assignments: Sequence[Assignment]) -> bool:
     return (
-        any(job.state in UNSETTLED for job in jobs)
+        any(job.state in UNSETTLED or job.state is JobState.PREEMPTED for job in jobs)
         or any(server.state is not ServerState.READY for server in servers)
         or any(assignment.state is not AssignmentState.READY for assignment in assignments)
     )

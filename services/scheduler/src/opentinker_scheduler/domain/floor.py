@@ -341,10 +341,9 @@ class Floor:
         limit = self._limit(need, demand)
         if limit is None:
             return None
-        for server in self._free.get((need.role, need.base_model), ()):
-            if server.hold is not None and server.accepts(need, demand.job_id):
-                return _kept_for(server.hold)
-        return limit
+        beside = self._free.get((need.role, need.base_model), ())
+        held = any(server.hold is not None and server.accepts(need, demand.job_id) for server in beside)
+        return _kept_for() if held else limit
 
     def _limit(self, need: Need, demand: Demand) -> Obstacle | None:
         """What forbids a new server."""
@@ -358,11 +357,11 @@ class Floor:
         if of_all >= limits.max_servers:
             return Obstacle(f"the limit max_servers={limits.max_servers} is reached")
         kept = [(of, hold) for of, hold in self._kept if not hold.lends(demand.limit_s)]
-        same = [hold for of, hold in kept if of == engine]
-        if same and engine_limit is not None and of_engine + len(same) >= engine_limit:
-            return _kept_for(same[0])
+        same = sum(of == engine for of, _ in kept)
+        if same and engine_limit is not None and of_engine + same >= engine_limit:
+            return _kept_for()
         if kept and of_all + len(kept) >= limits.max_servers:
-            return _kept_for(kept[0][1])
+            return _kept_for()
         return None
 
     def _undo(self, before: Iterable[tuple[Capacity, Capacity]], started: int) -> None:
@@ -376,6 +375,7 @@ class Floor:
         del self.launched[started:]
 
 
-def _kept_for(hold: Hold) -> Obstacle:
-    which = f"jobs/{hold.job_id}, which waits for more"
-    return Obstacle(f"what is free is kept for {which}; jobs with a short max_duration may start before it")
+def _kept_for() -> Obstacle:
+    # Without its name: it may be another project's.
+    text = "what is free is kept for a job that waits for more; jobs with a short max_duration may go before"
+    return Obstacle(text)

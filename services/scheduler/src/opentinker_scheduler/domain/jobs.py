@@ -24,7 +24,7 @@ SUCCESSORS: Mapping[JobState, frozenset[JobState]] = {
     S.STARTING: frozenset({S.RUNNING, S.QUEUED, S.STARTING, S.PAUSED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.RUNNING: frozenset({S.STARTING, S.RUNNING, S.PAUSED, S.PREEMPTED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.PAUSED: frozenset({S.QUEUED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
-    S.PREEMPTED: frozenset({S.QUEUED, S.CANCELLED, S.FAILED}),
+    S.PREEMPTED: frozenset({S.QUEUED, S.PAUSED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.SUCCEEDED: frozenset(),
     S.FAILED: frozenset(),
     S.CANCELLED: frozenset(),
@@ -90,6 +90,17 @@ def cancelled(job: Job, message: str, now: datetime) -> Job:
 def paused(job: Job, reason: str) -> Job:
     """Holds no capacity until it is resumed."""
     return move(job, S.PAUSED, reason=reason, verb="be paused")
+
+
+def preempted(job: Job) -> Job:
+    """Gives its slots to another; its trainer saves it as they are taken back."""
+    reason = "gives way to a job of higher priority; it goes on from where it is when there is room"
+    return move(job, S.PREEMPTED, reason=reason, verb="be preempted")
+
+
+def requeued(job: Job) -> Job:
+    """Its slots are free, so it waits again: at its old place, as it did nothing to lose it."""
+    return move(job, S.QUEUED, reason="queued", verb="be queued again")
 
 
 def resumed(job: Job, now: datetime) -> Job:

@@ -20,6 +20,7 @@ from opentinker_scheduler.domain.floor import (
     Shortage,
 )
 from opentinker_scheduler.domain.model import Role
+from opentinker_scheduler.domain.preemption import Candidate, displace
 from opentinker_scheduler.domain.reservations import Reservation, Tenure, needs_room, reserve
 from opentinker_scheduler.domain.shares import EVEN, NOTHING, FairOrder, Shares, over_quota, positions
 
@@ -47,6 +48,10 @@ class Cluster:
     shares: Shares = EVEN
     tenures: Callable[[], Iterable[Tenure]] = tuple
     """Of the jobs that hold slots; asked for only where slots must be kept."""
+    candidates: Callable[[], Iterable[Candidate]] | None = None
+    """Jobs that may have to give way to others of higher priority; None: nobody has to."""
+    yielding: bool = False
+    """Some gave way, and their slots are being freed."""
     now: float = 0.0
     """On the clock of `Demand.since`."""
 
@@ -59,6 +64,8 @@ class Plan:
     launches: list[NewServer] = field(default_factory=list)
     evictions: list[str] = field(default_factory=list)
     """Idle servers to stop, so that others can start."""
+    preempted: list[str] = field(default_factory=list)
+    """Jobs that give way to those for which slots are kept."""
     reservations: list[Reservation] = field(default_factory=list)
     shares: Shares = EVEN
     """After the grants."""
@@ -189,14 +196,34 @@ class _Planning:
         return placed
 
     def _reserve(self, demand: Demand) -> None:
-        waited_s = self._cluster.now - demand.since
-        enough = len(self.plan.reservations) >= _MAX_RESERVATIONS
-        if enough or waited_s < self._limits.reserve_after_s or not needs_room(demand, self._floor):
+        """Keep slots for a job that has waited long, or for which others give way."""
+        if len(self.plan.reservations) >= _MAX_RESERVATIONS:
             return
-        tenures = [*self._cluster.tenures(), *self._started]
-        found = reserve(demand, self._floor, tenures, waited_s)
+        waited_s = self._cluster.now - demand.since
+        long = waited_s >= self._limits.reserve_after_s and needs_room(demand, self._floor)
+        # Without that, whoever is small enough would take what they leave.
+        if not self._preempt(demand) and not long:
+            return
+        found = reserve(demand, self._floor, self._tenures(), waited_s)
         if found is not None:
             self.plan.reservations.append(found)
+
+    def _preempt(self, demand: Demand) -> bool:
+        """Have others give way, where that helps; whether somebody does, now or since earlier."""
+        if self._cluster.candidates is None:
+            return False
+        candidates = [one for one in self._cluster.candidates() if one.job_id not in self.plan.preempted]
+        if not self._cluster.yielding and not any(one.priority < demand.priority for one in candidates):
+            return False
+        going_on = [one.job_id for one in self._tenures()]
+        victims = displace(demand, self._floor, going_on, candidates)
+        self.plan.preempted += victims or ()
+        return victims is not None
+
+    def _tenures(self) -> list[Tenure]:
+        """Of those who go on."""
+        tenures = [*self._cluster.tenures(), *self._started]
+        return [one for one in tenures if one.job_id not in self.plan.preempted]
 
 
 def _reason(shortage: Shortage | None) -> str:

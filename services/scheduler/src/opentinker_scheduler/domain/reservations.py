@@ -8,10 +8,11 @@ not need are for everyone.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, Hold, Placement
+from opentinker_scheduler.domain.floor import Demand, Floor, Hold
+from opentinker_scheduler.domain.outlook import Later, Outlook
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,12 @@ class Tenure:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """When a job fits at the latest, and where."""
+    """When a job fits at the latest, and how."""
 
     demand: Demand
     ends_s: float | None
     """From now; None: nobody knows."""
-    placements: tuple[Placement, ...]
-    engines: tuple[str, ...]
-    """Of the servers that are to be started for it then."""
-    ended: frozenset[str]
-    """The jobs that end before."""
-    stopped: tuple[Capacity, ...]
-    """Servers of other kinds that are without work then, and can make room."""
+    later: Later
     lends_s: float
     """Others may use what is kept if they end within so many seconds."""
 
@@ -59,30 +54,12 @@ def reserve(demand: Demand, floor: Floor, tenures: Iterable[Tenure], waited_s: f
     """Find the earliest time and place for a job that does not fit now, and keep its slots. None where it
     would not fit even if all others ended, or where something is kept for others already.
     """
-    order = sorted(tenures, key=_when)
-    jobs = {one.job_id for one in order}
-    free = [one for one in floor.servers if one.hold is None]
-    # What nobody holds any more but is not freed yet is as good as free.
-    leaving = {job for server in free for job in server.jobs if job not in jobs}
-    useful = [one for one in free if any(map(one.suits, demand.needs))]
-    found_useful = {one.server_id for one in useful}
-    others = [one for one in free if one.launched and one.server_id not in found_useful]
+    tenures = list(tenures)
+    outlook = Outlook(demand, floor, [one.job_id for one in tenures])
+    order = sorted((one for one in tenures if one.job_id in outlook.jobs), key=_when)
 
-    def after(number: int) -> Reservation | None:
-        ended = frozenset(leaving | {one.job_id for one in order[:number]})
-        ends_s = order[number - 1].ends_s if number else 0.0
-        stopped = [one for one in others if one.jobs <= ended]
-        running = Counter(floor.running)
-        running.subtract(floor.leaving)
-        running.subtract(one.options.engine for one in stopped)
-        then = [one.without(ended) for one in useful if one.free or not one.jobs.isdisjoint(ended)]
-        later = Floor(then, floor.limits, running, lambda: "later")
-        placed = later.place(demand)
-        if not isinstance(placed, tuple):
-            return None
-        engines = tuple(new.options.engine for new in later.launched)
-        lends_s = waited_s if ends_s is None else ends_s
-        return Reservation(demand, ends_s, placed, engines, ended, tuple(stopped), lends_s)
+    def after(number: int) -> Later | None:
+        return outlook.without([one.job_id for one in order[:number]])
 
     low, high, found = -1, 0, after(0)
     while found is None:
@@ -97,8 +74,10 @@ def reserve(demand: Demand, floor: Floor, tenures: Iterable[Tenure], waited_s: f
             low = middle
         else:
             high, found = middle, earlier
-    _keep(found, floor, useful)
-    return found
+    ends_s = order[high - 1].ends_s if high else 0.0
+    reservation = Reservation(demand, ends_s, found, waited_s if ends_s is None else ends_s)
+    _keep(reservation, floor, outlook, outlook.ended([one.job_id for one in order[:high]]))
+    return reservation
 
 
 def _when(tenure: Tenure) -> tuple[bool, float, float, str]:
@@ -107,24 +86,24 @@ def _when(tenure: Tenure) -> tuple[bool, float, float, str]:
     return (not known, tenure.ends_s or 0.0, tenure.since, tenure.job_id)
 
 
-def _keep(found: Reservation, floor: Floor, servers: Sequence[Capacity]) -> None:
+def _keep(found: Reservation, floor: Floor, outlook: Outlook, ended: frozenset[str]) -> None:
     """Mark what the reservation takes."""
-    job_id, lends_s = found.demand.job_id, found.lends_s
-    taken: Mapping[str, int] = Counter(placement.server_id for placement in found.placements)
-    exclusive = {one.server_id for one in found.placements if one.need.exclusive}
-    for one in servers:
+    job_id, later = found.demand.job_id, found.later
+    taken: Mapping[str, int] = Counter(placement.server_id for placement in later.placements)
+    exclusive = {one.server_id for one in later.placements if one.need.exclusive}
+    for one in outlook.useful:
         if number := taken.get(one.server_id, 0):
-            spare = len(one.without(found.ended).free) - number
-            one.hold = Hold(job_id, lends_s, 0 if one.server_id in exclusive else spare)
-    if not found.engines:
+            spare = len(one.without(ended).free) - number
+            one.hold = Hold(job_id, found.lends_s, 0 if one.server_id in exclusive else spare)
+    if not later.engines:
         return
-    for engine in found.engines:
-        floor.keep(engine, Hold(job_id, lends_s, 0))
-    missing = sum(floor.running.values()) + len(found.engines) - floor.limits.max_servers
+    for engine in later.engines:
+        floor.keep(engine, Hold(job_id, found.lends_s, 0))
+    missing = sum(floor.running.values()) + len(later.engines) - floor.limits.max_servers
     for engine, limit in floor.limits.max_engine_servers.items():
-        over = floor.running.get(engine, 0) + found.engines.count(engine) - limit
+        over = floor.running.get(engine, 0) + later.engines.count(engine) - limit
         missing = max(missing, over)
     # Of what can make room, as much as is needed is left to run empty.
-    stopped = sorted(found.stopped, key=lambda one: one.options.engine not in found.engines)
+    stopped = sorted(later.stopped, key=lambda one: one.options.engine not in later.engines)
     for one in stopped[: max(0, missing)]:
-        one.hold = Hold(job_id, lends_s, 0)
+        one.hold = Hold(job_id, found.lends_s, 0)
