@@ -1,8 +1,8 @@
 """The real scheduler for `scheduler`, with a launcher that starts nothing: it says on stdout what it would.
 
-Lines out: `{"port": ...}`, `{"start": ...}` for each server, `{"stop": ...}`, and `{"ticks": ...}` when a
-line `ticks` comes in. It ends with its stdin. Projects are told apart by metadata: the keys of tenants are not
-what is measured here.
+Lines out: `{"port": ...}`, `{"start": ...}` for each server, `{"stop": ...}`, `{"ticks": ...}` when a line
+`ticks` comes in. It ends with its stdin. Projects are told apart by metadata: keys of tenants are not what is
+measured here.
 """
 
 import argparse

@@ -71,7 +71,7 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_PAUSED: _JobState.ValueType  # 4
     """Holds no capacity; ResumeJob makes it QUEUED; next QUEUED, SUCCEEDED, CANCELLED or FAILED."""
     JOB_STATE_PREEMPTED: _JobState.ValueType  # 5
-    """Checkpointed and put back; next QUEUED, CANCELLED or FAILED."""
+    """Gives way to a job of higher priority: its slots are saved and taken back, then it is queued at its old place; next QUEUED, PAUSED, SUCCEEDED, CANCELLED or FAILED."""
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 6
     """Ended by FinishJob. Final."""
     JOB_STATE_FAILED: _JobState.ValueType  # 7
@@ -93,7 +93,7 @@ JOB_STATE_RUNNING: JobState.ValueType  # 3
 JOB_STATE_PAUSED: JobState.ValueType  # 4
 """Holds no capacity; ResumeJob makes it QUEUED; next QUEUED, SUCCEEDED, CANCELLED or FAILED."""
 JOB_STATE_PREEMPTED: JobState.ValueType  # 5
-"""Checkpointed and put back; next QUEUED, CANCELLED or FAILED."""
+"""Gives way to a job of higher priority: its slots are saved and taken back, then it is queued at its old place; next QUEUED, PAUSED, SUCCEEDED, CANCELLED or FAILED."""
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 6
 """Ended by FinishJob. Final."""
 JOB_STATE_FAILED: JobState.ValueType  # 7
