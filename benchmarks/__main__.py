@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--budget-s", type=float, default=DEFAULT_BUDGET_S, help="begin no further pair after so many seconds"
     )
+    parser.add_argument("--scale", type=float, default=1.0, help="part of the full size, e.g. 0.1")
     arguments = parser.parse_args(argv)
     known = names()
     if arguments.list:
@@ -42,11 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     run = load(arguments.name).run
     options = Options(arguments.pairs, frozenset(arguments.case), arguments.budget_s)
-    takes_options = "options" in inspect.signature(run).parameters
+    parameters = inspect.signature(run).parameters
+    takes_options = "options" in parameters
     if not takes_options and options != Options(started=options.started):
         print(f"{arguments.name!r} takes none of --case, --pairs, --budget-s", file=sys.stderr)
         return 2
-    results: Iterable[Result] = run(options) if takes_options else run()
+    if arguments.scale != 1.0 and "scale" not in parameters:
+        print(f"{arguments.name!r} has one size: it takes no --scale", file=sys.stderr)
+        return 2
+    sizes = {"scale": arguments.scale} if "scale" in parameters else {}
+    results: Iterable[Result] = run(options, **sizes) if takes_options else run()
     try:
         for result in results:
             print(result.line(), flush=True)

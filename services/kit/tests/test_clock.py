@@ -1,9 +1,11 @@
-"""A clock that stands still until a test advances it."""
+"""A clock that stands still until a test advances it, and one that nobody can set."""
 
 import asyncio
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
-from opentinker_kit.clock import ManualClock, SystemClock
+import pytest
+
+from opentinker_kit.clock import ManualClock, SteadyClock, SystemClock
 
 
 async def test_sleepers_wake_in_the_order_of_their_times() -> None:
@@ -32,3 +34,10 @@ async def test_the_system_clock_moves() -> None:
     await clock.sleep(0.01)
     assert clock.monotonic() - before >= 0.009
     assert clock.now().tzinfo is not None
+
+
+def test_a_steady_clock_does_not_follow_when_the_machine_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteadyClock()
+    before = clock.now()
+    monkeypatch.setattr(SystemClock, "now", lambda self: datetime(1999, 1, 1, tzinfo=UTC))
+    assert timedelta() <= clock.now() - before < timedelta(minutes=1)

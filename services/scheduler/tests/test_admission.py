@@ -6,8 +6,8 @@ import pytest
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.domain.admission import Model, Offer, check_capacity, check_job, complete
+from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.model import JobKind, OnClientLoss, Role, ServerOptions, SlotSpec, Tuning
-from opentinker_scheduler.domain.planner import Limits
 from opentinkerapi.runtime.reasons import Reason
 
 TRAINER, INFERENCE = SlotSpec(Role.TRAINER, "m"), SlotSpec(Role.INFERENCE, "m")

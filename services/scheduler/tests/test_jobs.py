@@ -81,7 +81,7 @@ def test_each_crash_fences_and_the_last_one_fails() -> None:
 
 def test_progress_and_time_forgive_crashes() -> None:
     it = job(JobState.RUNNING, crashes=(NOW, NOW))
-    assert rules.lost_server(rules.progressed(it), CRASH, NOW, BUDGET).state is JobState.STARTING
+    assert rules.lost_server(rules.progressed(it, NOW), CRASH, NOW, BUDGET).state is JobState.STARTING
     later = NOW + timedelta(minutes=11)
     assert rules.lost_server(it, CRASH, later, BUDGET).crashes == (later,)
 
@@ -125,9 +125,76 @@ def test_a_paused_job_goes_to_the_end_of_the_queue() -> None:
     assert rules.granted(after).attempt == 5
 
 
+def test_the_time_that_slots_were_held_is_counted() -> None:
+    queued = job(max_duration_s=100.0)
+    it, seconds = rules.timed(queued, rules.granted(queued), NOW)
+    assert (it.grant_time, seconds) == (NOW, 0.0)
+    later = NOW + timedelta(seconds=30)
+    assert rules.timed(it, rules.running(it, later), later) == (rules.running(it, later), 0.0)
+    paused, seconds = rules.timed(it, rules.paused(it, ""), later)
+    assert (paused.grant_time, paused.held_s, seconds) == (None, 30.0, 30.0)
+    # Paused, it holds nothing; resumed, what is left of its time goes on.
+    assert rules.overran(paused, NOW + timedelta(days=9)) is None
+    again, _ = rules.timed(paused, rules.granted(rules.resumed(paused, later)), later)
+    assert rules.overran(again, later + timedelta(seconds=69)) is None
+    why = rules.overran(again, later + timedelta(seconds=70))
+    assert why is not None
+    assert why.reason == Reason.TIME_LIMIT
+    ended = rules.expired(again, why, later)
+    assert (ended.state, ended.error) == (JobState.FAILED, why)
+
+
+def test_a_clock_that_was_set_back_takes_no_time_away() -> None:
+    it, _ = rules.timed(job(), rules.granted(job()), NOW)
+    paused, seconds = rules.timed(it, rules.paused(it, ""), NOW - timedelta(hours=1))
+    assert (paused.held_s, seconds) == (0.0, 0.0)
+
+
+def test_a_job_without_progress_is_idle() -> None:
+    it = rules.running(rules.granted(job(idle_limit_s=60.0)), NOW)
+    assert rules.overran(it, NOW + timedelta(seconds=59)) is None
+    why = rules.overran(it, NOW + timedelta(seconds=60))
+    assert why is not None
+    assert why.reason == Reason.IDLE_LIMIT
+    it = rules.progressed(it, NOW + timedelta(seconds=50))
+    assert rules.overran(it, NOW + timedelta(seconds=109)) is None
+    # While it waits for a server it is not idle, and begins anew when it runs again.
+    restarted = rules.lost_server(it, CRASH, NOW, BUDGET)
+    assert rules.overran(restarted, NOW + timedelta(days=1)) is None
+    later = NOW + timedelta(days=1)
+    assert rules.overran(rules.running(restarted, later), later + timedelta(seconds=59)) is None
+
+
+def test_who_gave_way_keeps_its_place_and_its_client() -> None:
+    it = rules.running(rules.granted(job(attempt=4)), NOW)
+    away = rules.preempted(it)
+    assert (away.state, away.queue_time) == (JobState.PREEMPTED, NOW)
+    assert "higher priority" in away.state_reason
+    again = rules.requeued(away)
+    assert (again.state, again.queue_time) == (JobState.QUEUED, NOW)
+    assert rules.granted(again).attempt == 6
+    # Whatever comes meanwhile finds a job that can be ended or paused.
+    assert rules.client_lost(away, NOW).state is JobState.PAUSED
+    assert rules.finished(away, JobState.SUCCEEDED, "", NOW).state is JobState.SUCCEEDED
+    assert rules.cancelled(away, "", NOW).state is JobState.CANCELLED
+
+
 STEPS = st.lists(
     st.sampled_from(
-        ["grant", "run", "crash", "replica", "pause", "resume", "lose", "cancel", "succeed", "fail"]
+        [
+            "grant",
+            "run",
+            "crash",
+            "replica",
+            "preempt",
+            "requeue",
+            "pause",
+            "resume",
+            "lose",
+            "cancel",
+            "succeed",
+            "fail",
+        ]
     ),
     max_size=40,
 )
@@ -149,6 +216,8 @@ def test_whatever_happens_states_follow_the_table_and_attempts_never_fall(
                 "run": lambda it=it: rules.running(it, NOW),
                 "crash": lambda it=it: rules.lost_server(it, CRASH, NOW, BUDGET),
                 "replica": lambda it=it: rules.lost_replica(it, CRASH, NOW, BUDGET),
+                "preempt": lambda it=it: rules.preempted(it),
+                "requeue": lambda it=it: rules.requeued(it),
                 "pause": lambda it=it: rules.paused(it, ""),
                 "resume": lambda it=it: rules.resumed(it, NOW),
                 "lose": lambda it=it: rules.client_lost(it, NOW),

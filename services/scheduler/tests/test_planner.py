@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import count
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
 from opentinker_scheduler.domain.model import Role, ServerOptions
-from opentinker_scheduler.domain.planner import Capacity, Demand, Grant, Limits, Need, Plan, make_plan
+from opentinker_scheduler.domain.planner import Cluster, Grant, Plan, make_plan
 
 A, B = ServerOptions(engine="noop"), ServerOptions(engine="noop", serving_mode="merged")
 TORCH = ServerOptions(engine="torch")
@@ -28,10 +30,17 @@ def plan(
     demands: Sequence[Demand],
     servers: Sequence[Capacity] = (),
     running: dict[str, int] | None = None,
+    leaving: dict[str, int] | None = None,
     **limits: object,
 ) -> Plan:
     ids = count(1)
-    return make_plan(demands, servers, Limits(**limits), running or {}, lambda: f"new{next(ids)}")  # type: ignore[arg-type]
+    cluster = Cluster(Limits(**limits), running or {}, leaving or {})  # type: ignore[arg-type]
+    return make_plan(demands, deepcopy(list(servers)), cluster, lambda: f"new{next(ids)}")
+
+
+def told(made: Plan) -> dict[str, tuple[int, str]]:
+    """Position and reason of those who wait."""
+    return {job: (position, reason) for job, position, reason in made.waiting()}
 
 
 def server(name: str, free: int, options: ServerOptions = A, **more: object) -> Capacity:
@@ -54,16 +63,16 @@ def test_a_large_job_does_not_block_a_small_one() -> None:
     """B98: strict order would let the 8-slot job hold up everyone behind it."""
     made = plan([demand("large", 8), demand("small", 1)], [server("s", 4)], {"noop": 1}, max_servers=1)
     assert [grant.job_id for grant in made.grants] == ["small"]
-    assert made.waiting["large"][0] == 1
-    assert "waiting for 8 trainer slots" in made.waiting["large"][1]
-    assert "max_servers=1 is reached" in made.waiting["large"][1]
+    assert told(made)["large"][0] == 1
+    assert "waiting for 8 trainer slots" in told(made)["large"][1]
+    assert "max_servers=1 is reached" in told(made)["large"][1]
 
 
 def test_who_waits_is_told_how_many_are_ahead() -> None:
     made = plan([demand("a", 2), demand("b", 2), demand("c", 2)], can_launch=False)
-    assert [made.waiting[job][0] for job in "abc"] == [1, 2, 3]
-    assert made.waiting["c"][1].endswith("2 jobs ahead")
-    assert made.waiting["b"][1].endswith("1 job ahead")
+    assert [told(made)[job][0] for job in "abc"] == [1, 2, 3]
+    assert told(made)["c"][1].endswith("2 jobs ahead")
+    assert told(made)["b"][1].endswith("1 job ahead")
 
 
 def test_jobs_that_lost_slots_go_first() -> None:
@@ -74,7 +83,7 @@ def test_jobs_that_lost_slots_go_first() -> None:
 def test_at_most_so_many_grants_a_tick() -> None:
     made = plan([demand(f"j{i}", 1) for i in range(9)], [server("s", 20)], max_grants=4)
     assert len(made.grants) == 4
-    assert len(made.waiting) == 5
+    assert len(told(made)) == 5
 
 
 def test_exclusive_slots_share_with_nobody() -> None:
@@ -90,14 +99,21 @@ def test_a_limit_by_engine_holds() -> None:
     made = plan([demand("j", 9, options=TORCH)], max_engine_servers={"torch": 1}, trainer_slots=8)
     assert not made.grants
     assert not made.launches
-    assert "max_engine_servers[torch]=1 is reached" in made.waiting["j"][1]
+    assert "max_engine_servers[torch]=1 is reached" in told(made)["j"][1]
 
 
 def test_an_idle_server_makes_room() -> None:
     idle = server("idle", 8, TORCH)
     made = plan([demand("j", 1)], [idle], {"torch": 1}, max_servers=1)
     assert made.evictions == ["idle"]
-    assert "j" in made.waiting
+    assert "j" in told(made)
+
+
+def test_no_more_idle_servers_are_stopped_than_make_room() -> None:
+    idle = [server(f"idle{i}", 8, TORCH) for i in range(3)]
+    made = plan([demand("j", 1)], idle, {"torch": 4}, {"torch": 1}, max_servers=4)
+    assert made.evictions == []
+    assert "j" in told(made)
 
 
 def test_a_busy_server_is_not_evicted() -> None:
@@ -143,14 +159,14 @@ def test_a_replaced_replica_goes_where_none_of_its_job_is() -> None:
 
 def test_who_waits_for_replicas_is_told_that_each_needs_a_server() -> None:
     made = plan([Demand("j", replicas(0, 1))], [inference("s", 8)], can_launch=False)
-    assert "2 inference slots of m on noop, each on a server of its own" in made.waiting["j"][1]
+    assert "2 inference slots of m on noop, each on a server of its own" in told(made)["j"][1]
 
 
 def test_what_a_job_cannot_go_on_without_is_not_held_up_by_a_spare_replica() -> None:
     needed, spare = Demand("j", tuple(needs(1)), queued=False), Demand("j", replicas(1), queued=False)
     made = plan([needed, spare], [server("s", 1)], can_launch=False)
     assert [p.need for grant in made.grants for p in grant.placements] == list(needed.needs)
-    assert "waiting for 1 inference slot" in made.waiting["j"][1]
+    assert "waiting for 1 inference slot" in told(made)["j"][1]
 
 
 OPTIONS = st.sampled_from([A, B, TORCH])
@@ -181,8 +197,8 @@ def test_every_plan_keeps_the_rules(
     made = plan(demands, servers, running, max_servers=max_servers, max_grants=max_grants)
     by_job = {item.job_id: item for item in demands}
     check_plan(made, by_job, {item.server_id: item for item in servers})
-    assert {grant.job_id for grant in made.grants}.isdisjoint(made.waiting)
-    assert {*(grant.job_id for grant in made.grants), *made.waiting} == set(by_job)
+    assert {grant.job_id for grant in made.grants}.isdisjoint(told(made))
+    assert {*(grant.job_id for grant in made.grants), *told(made)} == set(by_job)
     assert len(made.grants) <= max_grants
     assert len(servers) + len(made.launches) <= max(max_servers, len(servers))
 
@@ -233,13 +249,8 @@ class FloorMachine(RuleBasedStateMachine):
         for capacity in capacities:
             used = self._used(capacity.server_id)
             capacity.free = [slot for slot in range(self.servers[capacity.server_id]) if slot not in used]
-        made = make_plan(
-            self.queue.values(),
-            capacities,
-            self.limits,
-            {"noop": len(self.servers)},
-            lambda: f"s{next(self.ids)}",
-        )
+        cluster = Cluster(self.limits, {"noop": len(self.servers)})
+        made = make_plan(self.queue.values(), deepcopy(capacities), cluster, lambda: f"s{next(self.ids)}")
         check_plan(made, self.queue, {item.server_id: item for item in capacities})
         self.servers |= {new.server_id: new.slots for new in made.launches}
         for grant in made.grants:

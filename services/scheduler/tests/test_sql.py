@@ -14,7 +14,13 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
 from opentinker_kit.errors import ServiceError
-from opentinker_scheduler.adapters.sql.database import HEAD, MIGRATIONS, SqlDatabase, sqlite_engine
+from opentinker_scheduler.adapters.sql.database import (
+    HEAD,
+    MIGRATIONS,
+    Committed,
+    SqlDatabase,
+    sqlite_engine,
+)
 from opentinker_scheduler.adapters.sql.tables import metadata
 from opentinker_scheduler.domain.model import (
     Assignment,
@@ -32,6 +38,7 @@ from opentinker_scheduler.domain.model import (
     Tuning,
 )
 from opentinker_scheduler.domain.records import Blob, Fact, LoopState, MetricsRow, Policy, Version
+from opentinker_scheduler.domain.shares import Used
 from opentinker_scheduler.ports import LeadershipLost, SlotTaken, StoredAnswer, Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -64,6 +71,14 @@ def job(job_id: str = "j1", state: JobState = JobState.QUEUED, at: datetime = NO
         run="runs/r",
         crashes=(at, at + timedelta(seconds=1)),
         start_time=at,
+        cost_slots=3.5,
+        cost_gpus=0.25,
+        priority=-7,
+        max_duration_s=60.5,
+        idle_limit_s=30.0,
+        held_s=1.25,
+        grant_time=at,
+        progress_time=at + timedelta(seconds=2),
     )
 
 
@@ -117,6 +132,78 @@ async def test_live_jobs_come_in_queue_order(database: SqlDatabase) -> None:
     assert [item.id for item in page] == ["also early", "early"]
     page = await database.run(lambda tx: tx.jobs.page(page[-1].seq, 9, (JobState.QUEUED,)))
     assert [item.id for item in page] == ["late"]
+
+
+async def test_what_a_waiting_job_is_told_is_seen_everywhere(database: SqlDatabase) -> None:
+    await database.run(lambda tx: tx.jobs.add(job()))
+    await database.run(lambda tx: tx.jobs.tell("j1", 7, "waiting for Godot"))
+    await database.run(lambda tx: tx.jobs.tell("nobody", 1, "x"))
+    for read in (
+        lambda tx: tx.jobs.find("j1"),
+        lambda tx: tx.jobs.live()[0],
+        lambda tx: tx.jobs.page(None, 1, (JobState.QUEUED,))[0],
+    ):
+        seen = await database.run(read)
+        assert (seen.queue_position, seen.state_reason) == (7, "waiting for Godot")
+
+
+async def test_what_has_not_ended_is_known_again_after_a_restart(
+    database: SqlDatabase, tmp_path: Path
+) -> None:
+    def fill(tx: Transaction) -> None:
+        tx.jobs.add(job())
+        tx.jobs.add(job("done", JobState.FAILED))
+        tx.servers.add(server())
+        tx.servers.add(server("gone", ServerState.LOST))
+        tx.assignments.add(assignment("a1", "j1", 0))
+        tx.assignments.add(assignment("a2", "j2", 1, AssignmentState.ENDED))
+
+    await database.run(fill)
+    read = lambda tx: (tx.jobs.live(), tx.servers.live(), tx.assignments.active())  # noqa: E731
+    before = await database.run(read)
+    assert [len(rows) for rows in before] == [1, 1, 1]
+    again = SqlDatabase(tmp_path / "state" / "scheduler.db")
+    await again.open(NOW)
+    assert await again.run(read) == before
+    await again.close()
+
+
+async def test_what_is_rolled_back_is_not_remembered(database: SqlDatabase) -> None:
+    def fill(tx: Transaction) -> None:
+        tx.jobs.add(job())
+        tx.servers.add(server())
+        tx.assignments.add(assignment("a1", "j1", 0))
+
+    await database.run(fill)
+
+    def fail(tx: Transaction) -> None:
+        added, there = tx.jobs.find("j1"), tx.servers.find("s1")
+        assert added is not None
+        assert there is not None
+        tx.jobs.save(replace(added, state=JobState.FAILED, project="other"))
+        tx.jobs.tell("j1", 3, "never")
+        tx.servers.save(replace(there, state=ServerState.LOST))
+        tx.assignments.save(assignment("a1", "j1", 0, AssignmentState.ENDED))
+        tx.assignments.add(assignment("a2", "j2", 0))
+        assert (tx.jobs.live(), tx.servers.live(), tx.jobs.count("default")) == ([], [], 0)
+        raise RuntimeError("no")
+
+    before = await database.run(lambda tx: (tx.jobs.live(), tx.servers.live(), tx.assignments.active()))
+    with pytest.raises(RuntimeError):
+        await database.run(fail)
+    after = await database.run(lambda tx: (tx.jobs.live(), tx.servers.live(), tx.assignments.active()))
+    assert after == before
+    assert await database.run(lambda tx: tx.jobs.count("default")) == 1
+    assert [a.id for a in await database.run(lambda tx: tx.assignments.of_server("s1"))] == ["a1"]
+    assert await database.run(lambda tx: tx.assignments.of_job("j2")) == []
+
+
+async def test_usage_adds_up_by_project_and_day(database: SqlDatabase) -> None:
+    for project, day in (("p", "2026-01-01"), ("p", "2026-01-01"), ("q", "2026-01-01"), ("p", "2026-01-02")):
+        used = Used(2.0, 0.5)
+        await database.run(lambda tx, at=(project, day), used=used: tx.usage.add(*at, used))
+    found = await database.run(lambda tx: tx.usage.of_day("2026-01-01"))
+    assert found == {"p": Used(4.0, 1.0), "q": Used(2.0, 0.5)}
 
 
 async def test_servers_come_back_as_they_were(database: SqlDatabase) -> None:
@@ -199,13 +286,20 @@ async def test_before_it_is_open_callers_are_told_to_wait(tmp_path: Path) -> Non
 
 
 async def test_commits_say_what_changed(tmp_path: Path) -> None:
-    heard: list[tuple[frozenset[str], bool]] = []
-    database = SqlDatabase(tmp_path / "x.db", lambda jobs, facts: heard.append((jobs, facts)))
+    heard: list[Committed] = []
+    database = SqlDatabase(tmp_path / "x.db", heard.append)
     await database.open(NOW)
     await database.run(lambda tx: tx.jobs.live())
     await database.run(lambda tx: tx.jobs.add(job()))
+    await database.run(lambda tx: tx.jobs.tell("j1", 4, "waiting"))
+    await database.run(lambda tx: tx.jobs.tell("j1", 4, "waiting"))
     await database.run(lambda tx: tx.outbox.add(Fact("checkpoint_saved", "x"), NOW))
-    assert heard == [(frozenset({"j1"}), False), (frozenset(), True)]
+    nobody: frozenset[str] = frozenset()
+    assert heard == [
+        Committed(frozenset({"j1"}), nobody, facts=False),
+        Committed(nobody, frozenset({"j1"}), facts=False),
+        Committed(nobody, nobody, facts=True),
+    ]
     await database.close()
 
 

@@ -325,6 +325,9 @@ class Job:
             if job.state == job_pb2.JOB_STATE_RUNNING and lease.endpoints:
                 self._adopt(lease)
                 return
+            if job.state in (job_pb2.JOB_STATE_QUEUED, job_pb2.JOB_STATE_PREEMPTED):
+                # It waits its turn, which may take hours: that is no trouble with a server.
+                self._trouble_since = None
             if job.state == job_pb2.JOB_STATE_PAUSED:
                 await self._resume()
             await self._watch_change(job.state)

@@ -77,6 +77,8 @@ class Reason(StrEnum):
     STEP_TIMEOUT = "STEP_TIMEOUT"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     LAUNCH_FAILED = "LAUNCH_FAILED"
+    TIME_LIMIT = "TIME_LIMIT"
+    IDLE_LIMIT = "IDLE_LIMIT"
     UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
 
@@ -189,6 +191,8 @@ CATALOGUE: Mapping[Reason, Entry] = MappingProxyType(
         Reason.LAUNCH_FAILED: Entry(
             _Code.ABORTED, "a server could not be started; the tail of its log is in the metadata"
         ),
+        Reason.TIME_LIMIT: Entry(_Code.DEADLINE_EXCEEDED, "the job held its slots for longer than it may"),
+        Reason.IDLE_LIMIT: Entry(_Code.DEADLINE_EXCEEDED, "the job made no progress for longer than it may"),
         Reason.UNIMPLEMENTED: Entry(_Code.UNIMPLEMENTED, "this server does not have this method yet"),
         Reason.INTERNAL: Entry(_Code.INTERNAL, "a fault in the server; look up the error id in its log"),
     }

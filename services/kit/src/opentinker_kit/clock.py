@@ -35,6 +35,20 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
+class SteadyClock(SystemClock):
+    """The machine's clock as it was when this was made, going on without steps.
+
+    Someone who sets the clock then ends no lease, skips no limit and changes no order. Times of records are
+    off by as much until the process starts again.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._start_s = super().now(), self.monotonic()
+
+    def now(self) -> datetime:
+        return self._start + timedelta(seconds=self.monotonic() - self._start_s)
+
+
 class ManualClock:
     """A clock that stands still until a test advances it."""
 

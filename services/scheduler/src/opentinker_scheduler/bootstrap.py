@@ -11,7 +11,7 @@ import structlog
 
 from opentinker_kit.auth import AuthPolicy
 from opentinker_kit.blob_keys import blob_key
-from opentinker_kit.clock import Clock, SystemClock
+from opentinker_kit.clock import Clock, SteadyClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
 from opentinker_kit.files import make_key_file
@@ -23,7 +23,7 @@ from opentinker_kit.settings import read_secret
 from opentinker_scheduler.access import SERVICES, access_table, is_audited
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
-from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.adapters.sql.database import Committed, SqlDatabase
 from opentinker_scheduler.application.accounts import Accounts, KeyRing
 from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.audit import AuditLog
@@ -34,6 +34,7 @@ from opentinker_scheduler.application.deployments import Deployments
 from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Registry
 from opentinker_scheduler.application.resolution import Resolution
@@ -93,9 +94,10 @@ class Scheduler:
         store: ObjectStore | None = None,
         models: ModelSource | None = None,
         launcher: Launcher | None = None,
+        auth: AuthPolicy | None = None,
     ) -> None:
         self._settings = settings
-        self._clock = clock or SystemClock()
+        self._clock = clock or SteadyClock()
         self._offer = settings.offer()
         self._bus = bus or _event_bus(settings)
         self._store = store or (S3ObjectStore(settings.s3) if settings.s3 is not None else None)
@@ -122,8 +124,7 @@ class Scheduler:
             self.launcher,
             self._leases,
             self._sessions,
-            self._offer.limits,
-            settings.crash_budget(),
+            Placing(_terms(settings, self.launcher)),
             _timing(settings),
             self._clock,
         )
@@ -139,7 +140,8 @@ class Scheduler:
             settings,
             self._add_servicers,
             service_names=[service.full_name for service in SERVICES],
-            auth=AuthPolicy(
+            auth=auth
+            or AuthPolicy(
                 settings.bootstrap_key(), settings.service_key(), access_table(), keys=self._keys
             ),
             on_drain=self._drain,
@@ -182,7 +184,16 @@ class Scheduler:
     def _add_servicers(self, server: grpc.aio.Server) -> None:
         settings, database = self._settings, self.database
         answers = Answers(database, self._clock)
-        jobs = Jobs(self._offer, self._models, self._leases, self._tokens, self._clock, settings.job_lease_s)
+        jobs = Jobs(
+            self._offer,
+            self._models,
+            self._leases,
+            self._tokens,
+            self._clock,
+            settings.job_lease_s,
+            settings.tenant_rules(),
+            settings.job_max_duration_s,
+        )
         self._cluster = Cluster(
             database,
             self._offer,
@@ -252,11 +263,11 @@ class Scheduler:
             resource = resource_of(call.request, call.response)
             self._audit.add(call.principal, call.method, resource, call.outcome, call.peer)
 
-    def _committed(self, jobs: frozenset[str], facts: bool) -> None:
-        self._watchers.changed(jobs)
-        if jobs:
+    def _committed(self, change: Committed) -> None:
+        self._watchers.changed(change.jobs | change.told)
+        if change.jobs:
             self.reconciler.wake()
-        if facts:
+        if change.facts:
             self._relay.nudge()
 
     async def _lead(self) -> None:
@@ -341,6 +352,17 @@ def _models(settings: SchedulerSettings, database: Database) -> ModelSource:
     if settings.launcher == "static":
         return ServedModels(database)
     return DiskModels(settings.model_roots, settings.model_cache_dir, settings.allow_any_model_dir)
+
+
+def _terms(settings: SchedulerSettings, launcher: Launcher) -> Terms:
+    return Terms(
+        limits=settings.limits(),
+        tenants=settings.tenant_rules(),
+        budget=settings.crash_budget(),
+        launcher_name=launcher.name,
+        preemption=settings.preemption,
+        preempt_after_s=settings.preempt_after_s,
+    )
 
 
 def _timing(settings: SchedulerSettings) -> Timing:

@@ -28,6 +28,7 @@ from opentinker_scheduler.domain.records import (
     Run,
     Version,
 )
+from opentinker_scheduler.domain.shares import Used
 
 T = TypeVar("T")
 
@@ -45,8 +46,17 @@ class JobRepository(Protocol):
         """Write a changed job; returned with its new revision. KeyError if there is none."""
         ...
 
+    def tell(self, job_id: str, position: int, reason: str) -> None:
+        """Say what a waiting job waits for, until it is saved. This is not kept over restarts: it is found
+        anew many times a second."""
+        ...
+
     def live(self) -> Sequence[Job]:
         """Jobs that are not final, those queued earliest first."""
+        ...
+
+    def count(self, project: str) -> int:
+        """How many jobs of a project are not final."""
         ...
 
     def page(
@@ -101,6 +111,18 @@ class AssignmentRepository(Protocol):
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         """Those of a server that have not ended."""
+        ...
+
+
+class UsageRepository(Protocol):
+    """What projects used, by UTC day ("2026-01-31")."""
+
+    def add(self, project: str, day: str, used: Used) -> None:
+        """Count something more."""
+        ...
+
+    def of_day(self, day: str) -> Mapping[str, Used]:
+        """By project."""
         ...
 
 
@@ -276,6 +298,8 @@ class Transaction(Protocol):
     def servers(self) -> ServerRepository: ...
     @property
     def assignments(self) -> AssignmentRepository: ...
+    @property
+    def usage(self) -> UsageRepository: ...
     @property
     def catalog(self) -> CatalogRepository: ...
     @property

@@ -7,13 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.domain.admission import Offer
+from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.jobs import CrashBudget
 from opentinker_scheduler.domain.model import ENGINES, Role
-from opentinker_scheduler.domain.planner import Limits
+from opentinker_scheduler.domain.shares import Rules, Tenants
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers", "peft"),
@@ -45,6 +46,28 @@ _HINTS: Mapping[str, str] = {
 def installed(engine: str) -> bool:
     """Whether this environment has what an engine needs; nothing is imported."""
     return all(importlib.util.find_spec(package) is not None for package in _PACKAGES[engine])
+
+
+class TenantSettings(BaseModel):
+    """What one project may have; null is no limit."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    weight: float = Field(default=1.0, gt=0)
+    """Where projects wait for the same slots, one of weight 2 gets twice what one of weight 1 gets."""
+    max_priority: int = Field(default=0, ge=-100, le=100)
+    """Highest priority that its jobs may have."""
+    max_jobs: int | None = Field(default=2000, ge=0)
+    """Jobs at once that have not ended, waiting ones included."""
+    max_slots: int | None = Field(default=None, ge=0)
+    """Slots that its jobs hold at once; an exclusive one counts as all slots of its server."""
+    max_gpus: float | None = Field(default=None, ge=0)
+    """GPUs that its jobs hold at once; a slot counts as its part of the GPUs of its server."""
+    max_gpu_seconds_a_day: float | None = Field(default=None, ge=0)
+    """GPU-seconds in a UTC day, after which no more of its jobs start that day; those that run go on."""
+
+    def rules(self) -> Rules:
+        return Rules(**self.model_dump())
 
 
 class SchedulerSettings(ServerSettings):
@@ -84,6 +107,22 @@ class SchedulerSettings(ServerSettings):
     trainer_slots: int = Field(default=8, ge=1)
     inference_slots: int = Field(default=8, ge=1)
     merged_slots: int = Field(default=1, ge=1)
+
+    engine_gpus: dict[str, int] = Field(default_factory=dict)
+    """GPUs that each rank of a server takes, by engine; none where it is not named. Shares and quotas count
+    by it; it gives no GPU to a process."""
+    default_tenant: TenantSettings = Field(default_factory=TenantSettings)
+    """What a project may have that is not in `tenants`."""
+    tenants: dict[str, TenantSettings] = Field(default_factory=dict)
+    """What projects may have, by project."""
+    reserve_after_s: float = Field(default=60.0, ge=0)
+    """After how long a wait slots are kept for a job that needs more than is free at once."""
+    preemption: bool = False
+    """Jobs give way to waiting ones of higher priority: they are saved, and keep their place in the queue."""
+    preempt_after_s: float = Field(default=60.0, ge=0)
+    """For how long a job keeps its slots at least before it is asked to."""
+    job_max_duration_s: float = Field(default=0.0, ge=0)
+    """`max_duration` of jobs that ask for none, except detached ones; 0: no limit."""
 
     default_trainer_engine: str = "torch"
     default_inference_engine: str = ""
@@ -137,18 +176,28 @@ class SchedulerSettings(ServerSettings):
             trainer_slots=self.trainer_slots,
             inference_slots=self.inference_slots,
             merged_slots=self.merged_slots,
+            engine_gpus=self.engine_gpus,
+            default_engines=self.default_engines(),
+            reserve_after_s=self.reserve_after_s,
         )
+
+    def tenant_rules(self) -> Tenants:
+        by_project = {project: tenant.rules() for project, tenant in self.tenants.items()}
+        return Tenants(self.default_tenant.rules(), by_project)
+
+    def default_engines(self) -> Mapping[Role, str]:
+        return {
+            Role.TRAINER: self.default_trainer_engine,
+            Role.INFERENCE: self.default_inference_engine
+            or ("vllm" if installed("vllm") else "transformers"),
+        }
 
     def crash_budget(self) -> CrashBudget:
         return CrashBudget(self.crash_limit, timedelta(seconds=self.crash_window_s))
 
     def offer(self) -> Offer:
         """What this cluster can start. ValueError for a default engine that does not exist."""
-        defaults = {
-            Role.TRAINER: self.default_trainer_engine,
-            Role.INFERENCE: self.default_inference_engine
-            or ("vllm" if installed("vllm") else "transformers"),
-        }
+        defaults = self.default_engines()
         for role, engine in defaults.items():
             if engine not in ENGINES[role]:
                 raise ValueError(f"default_{role}_engine {engine!r} is none of {', '.join(ENGINES[role])}")

@@ -148,6 +148,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The deadline passed. DEADLINE_EXCEEDED."""
     ERROR_REASON_LAUNCH_FAILED: _ErrorReason.ValueType  # 104
     """A server could not be started; metadata has the log tail. ABORTED."""
+    ERROR_REASON_TIME_LIMIT: _ErrorReason.ValueType  # 105
+    """A job held slots for longer than its max_duration. DEADLINE_EXCEEDED."""
+    ERROR_REASON_IDLE_LIMIT: _ErrorReason.ValueType  # 106
+    """A job made no progress for longer than its idle_limit. DEADLINE_EXCEEDED."""
     ERROR_REASON_UNIMPLEMENTED: _ErrorReason.ValueType  # 110
     """This server does not have this method yet. UNIMPLEMENTED."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 111
@@ -280,6 +284,10 @@ ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 103
 """The deadline passed. DEADLINE_EXCEEDED."""
 ERROR_REASON_LAUNCH_FAILED: ErrorReason.ValueType  # 104
 """A server could not be started; metadata has the log tail. ABORTED."""
+ERROR_REASON_TIME_LIMIT: ErrorReason.ValueType  # 105
+"""A job held slots for longer than its max_duration. DEADLINE_EXCEEDED."""
+ERROR_REASON_IDLE_LIMIT: ErrorReason.ValueType  # 106
+"""A job made no progress for longer than its idle_limit. DEADLINE_EXCEEDED."""
 ERROR_REASON_UNIMPLEMENTED: ErrorReason.ValueType  # 110
 """This server does not have this method yet. UNIMPLEMENTED."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 111

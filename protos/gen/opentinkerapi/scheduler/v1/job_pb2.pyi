@@ -71,7 +71,7 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_PAUSED: _JobState.ValueType  # 4
     """Holds no capacity; ResumeJob makes it QUEUED; next QUEUED, SUCCEEDED, CANCELLED or FAILED."""
     JOB_STATE_PREEMPTED: _JobState.ValueType  # 5
-    """Checkpointed and put back; next QUEUED, CANCELLED or FAILED."""
+    """Gives way to a job of higher priority: its slots are saved and taken back, then it is queued at its old place; next QUEUED, PAUSED, SUCCEEDED, CANCELLED or FAILED."""
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 6
     """Ended by FinishJob. Final."""
     JOB_STATE_FAILED: _JobState.ValueType  # 7
@@ -93,7 +93,7 @@ JOB_STATE_RUNNING: JobState.ValueType  # 3
 JOB_STATE_PAUSED: JobState.ValueType  # 4
 """Holds no capacity; ResumeJob makes it QUEUED; next QUEUED, SUCCEEDED, CANCELLED or FAILED."""
 JOB_STATE_PREEMPTED: JobState.ValueType  # 5
-"""Checkpointed and put back; next QUEUED, CANCELLED or FAILED."""
+"""Gives way to a job of higher priority: its slots are saved and taken back, then it is queued at its old place; next QUEUED, PAUSED, SUCCEEDED, CANCELLED or FAILED."""
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 6
 """Ended by FinishJob. Final."""
 JOB_STATE_FAILED: JobState.ValueType  # 7
@@ -262,6 +262,11 @@ class Job(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
+    IDLE_LIMIT_FIELD_NUMBER: _builtins.int
+    HELD_DURATION_FIELD_NUMBER: _builtins.int
+    GRANT_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"jobs/{job}", made by the server."""
     display_name: _builtins.str
@@ -273,7 +278,7 @@ class Job(_message.Message):
     state_reason: _builtins.str
     """What a waiting job waits for, or a running one without all its replicas, in words a person can act on."""
     queue_position: _builtins.int
-    """Jobs ahead of it, plus 1; 0 when not queued."""
+    """Jobs ahead of it, plus 1; 0 when not queued. As of the last look at the queue."""
     attempt: _builtins.int
     """Grows with each grant of slots or restart of a server."""
     on_client_loss: Global___OnClientLoss.ValueType
@@ -284,6 +289,8 @@ class Job(_message.Message):
     """Project it belongs to, from the credential."""
     run: _builtins.str
     """Run it works for."""
+    priority: _builtins.int
+    """Waiting jobs with more go first, whatever their project's share. From -100 to 100, and at most what the project may ask for; default 0."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotSpec]:
         """What it needs."""
@@ -312,6 +319,22 @@ class Job(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The user's own notes."""
 
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """Longest time that it may hold slots, summed over pauses; then it is FAILED with TIME_LIMIT. From 1 s to 366 days; default: the cluster's, without one no limit. A job with a limit may start in slots that are kept for a larger one."""
+
+    @_builtins.property
+    def idle_limit(self) -> _duration_pb2.Duration:
+        """Longest time that it may be RUNNING without progress: a version, a checkpoint, metrics of its run; then it is FAILED with IDLE_LIMIT. From 10 s to 366 days; default none. Refused for INFERENCE jobs, which make no progress."""
+
+    @_builtins.property
+    def held_duration(self) -> _duration_pb2.Duration:
+        """How long it held slots before it last got some."""
+
+    @_builtins.property
+    def grant_time(self) -> _timestamp_pb2.Timestamp:
+        """When it got the slots that it holds."""
+
     def __init__(
         self,
         *,
@@ -333,10 +356,15 @@ class Job(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         project: _builtins.str = ...,
         run: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
+        idle_limit: _duration_pb2.Duration | None = ...,
+        held_duration: _duration_pb2.Duration | None = ...,
+        grant_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "error", b"error", "lease_ttl", b"lease_ttl", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "error", b"error", "grant_time", b"grant_time", "held_duration", b"held_duration", "idle_limit", b"idle_limit", "lease_ttl", b"lease_ttl", "max_duration", b"max_duration", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "error", b"error", "kind", b"kind", "labels", b"labels", "lease_ttl", b"lease_ttl", "name", b"name", "on_client_loss", b"on_client_loss", "outcome_message", b"outcome_message", "project", b"project", "queue_position", b"queue_position", "run", b"run", "slots", b"slots", "start_time", b"start_time", "state", b"state", "state_reason", b"state_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "error", b"error", "grant_time", b"grant_time", "held_duration", b"held_duration", "idle_limit", b"idle_limit", "kind", b"kind", "labels", b"labels", "lease_ttl", b"lease_ttl", "max_duration", b"max_duration", "name", b"name", "on_client_loss", b"on_client_loss", "outcome_message", b"outcome_message", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "run", b"run", "slots", b"slots", "start_time", b"start_time", "state", b"state", "state_reason", b"state_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,7 +97,7 @@ class Catalog:
         if keep:
             self._retention.keep_newest_versions(tx, policy.id, keep)
         self._announce(tx, version)
-        note_progress(tx, policy.job_id)
+        note_progress(tx, policy.job_id, self._clock.now())
         return version
 
     def version(self, tx: Transaction, name: str, scope: str | None = None) -> Version:
@@ -145,7 +145,7 @@ class Catalog:
         )
         if keep:
             self._retention.keep_newest(tx, policy.id, keep)
-        note_progress(tx, policy.job_id)
+        note_progress(tx, policy.job_id, self._clock.now())
         return checkpoint
 
     def checkpoint(self, tx: Transaction, name: str, scope: str | None = None) -> Checkpoint:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, time, timedelta
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.domain import jobs as rules
@@ -18,6 +18,7 @@ from opentinker_scheduler.domain.model import (
 from opentinker_scheduler.domain.names import require
 from opentinker_scheduler.domain.records import Fact
 from opentinker_scheduler.domain.replicas import Place, suffices
+from opentinker_scheduler.domain.shares import used
 from opentinker_scheduler.ports import Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -52,12 +53,30 @@ def save_job(tx: Transaction, before: Job, after: Job, now: datetime) -> Job:
     """Write a changed job, announce a new state, and take back its slots where it no longer has a claim."""
     if after == before:
         return after
+    after, seconds = rules.timed(before, after, now)
+    if seconds > 0:
+        count_usage(tx, before, now)
     after = tx.jobs.save(after)
     if after.state is not before.state:
         _announce(tx, after, now)
         if not after.state.placed:
             release_slots(tx, tx.assignments.of_job(after.id), now)
     return after
+
+
+def count_usage(tx: Transaction, job: Job, now: datetime) -> None:
+    """Write down what a job used while it held slots, day by day."""
+    start = job.grant_time
+    while start is not None and start < now:
+        midnight = datetime.combine(start.date() + timedelta(days=1), time(), start.tzinfo)
+        end = min(midnight, now)
+        tx.usage.add(job.project, day_of(start), used(job.cost, (end - start).total_seconds()))
+        start = end
+
+
+def day_of(now: datetime) -> str:
+    """The UTC day of a time, as usage is counted by."""
+    return now.date().isoformat()
 
 
 def release_slots(tx: Transaction, assignments: Iterable[Assignment], now: datetime) -> None:
@@ -133,11 +152,11 @@ def answering(tx: Transaction, job_id: str) -> list[Place]:
     ]
 
 
-def note_progress(tx: Transaction, job_id: str) -> None:
-    """Something durable was achieved for a job: crashes before it no longer count."""
+def note_progress(tx: Transaction, job_id: str, now: datetime) -> None:
+    """Something durable was achieved for a job: it is not idle, and crashes before no longer count."""
     job = tx.jobs.find(job_id) if job_id else None
-    if job is not None and job.crashes:
-        tx.jobs.save(rules.progressed(job))
+    if job is not None and not job.state.final and (after := rules.progressed(job, now)) != job:
+        tx.jobs.save(after)
 
 
 def check_attempt(tx: Transaction, job_id: str, attempt: int) -> None:

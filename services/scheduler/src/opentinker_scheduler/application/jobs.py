@@ -20,6 +20,7 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
 )
 from opentinker_scheduler.domain.names import MAX_NAME, check_text, new_id, require
+from opentinker_scheduler.domain.shares import Tenants, cost_of
 from opentinker_scheduler.ports import ModelSource, Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -38,6 +39,11 @@ class NewJob:
     """0: the cluster's default."""
     labels: dict[str, str]
     run: str
+    priority: int = 0
+    max_duration_s: float = 0.0
+    """0: the cluster's default."""
+    idle_limit_s: float = 0.0
+    """0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class Jobs:
         tokens: JobTokens,
         clock: Clock,
         default_lease_s: float,
+        tenants: Tenants,
+        default_duration_s: float = 0.0,
     ) -> None:
         self._offer = offer
         self._models = models
@@ -79,11 +87,17 @@ class Jobs:
         self._tokens = tokens
         self._clock = clock
         self._default_lease_s = default_lease_s
+        self._tenants = tenants
+        self._default_duration_s = default_duration_s
 
     async def admit(self, asked: NewJob) -> NewJob:
         """The job with everything filled in, or why it can never run here."""
         asked = replace(asked, lease_ttl_s=asked.lease_ttl_s or self._default_lease_s)
+        if not asked.max_duration_s and asked.on_client_loss is not OnClientLoss.DETACH:
+            # What nobody drives is meant to stay: deployments have no limit unless one is asked for.
+            asked = replace(asked, max_duration_s=self._default_duration_s)
         check_text(asked.display_name, MAX_NAME, "job.display_name")
+        admission.check_limits(asked.kind, asked.priority, asked.max_duration_s, asked.idle_limit_s)
         admission.check_job(asked.kind, asked.slots, asked.on_client_loss, asked.lease_ttl_s, asked.labels)
         full = admission.trains_all_weights(asked.slots)
         completed: list[SlotSpec] = []
@@ -100,6 +114,9 @@ class Jobs:
             self._check_run(tx, new.run, project)
         if not self._offer.limits.can_launch:
             admission.check_offered(new.slots, tx.servers.live())
+        cost = cost_of(new.slots, self._offer.limits.per_server)
+        quotas = self._tenants.of(project)
+        admission.check_quota(project, cost, new.priority, tx.jobs.count(project), quotas)
         now = self._clock.now()
         job = Job(
             id=new_id(),
@@ -115,6 +132,11 @@ class Jobs:
             lease_ttl_s=new.lease_ttl_s,
             labels=new.labels,
             run=new.run,
+            cost_slots=cost.slots,
+            cost_gpus=cost.gpus,
+            priority=new.priority,
+            max_duration_s=new.max_duration_s,
+            idle_limit_s=new.idle_limit_s,
         )
         # Who creates a job has asked about it: a tick may come before its first renewal.
         self._leases.attend(job.id)

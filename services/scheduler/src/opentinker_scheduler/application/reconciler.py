@@ -15,18 +15,20 @@ import structlog
 from opentinker_kit.clock import Clock
 from opentinker_scheduler.application.changes import end_server, save_job
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.placing import Placing
 from opentinker_scheduler.application.sessions import Sessions
 from opentinker_scheduler.application.settle import Ending, Observed, Settled, settle
 from opentinker_scheduler.application.timers import Timers, Timing
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.model import Failure, JobState, OnClientLoss, Server, ServerState
-from opentinker_scheduler.domain.planner import Limits
 from opentinker_scheduler.ports import Database, Launcher, LeadershipLost, Started, Transaction
 
 log = structlog.get_logger()
 
 _QUIET_TICK_S = 1.0
 """Ticks are this far apart while nothing waits."""
+_LONG_TICK_S = 0.02
+"""After a longer tick the loop rests for as long as the tick took."""
 _FINISH_S = 2.0
 
 
@@ -39,8 +41,7 @@ class Reconciler:
         launcher: Launcher,
         leases: Leases,
         sessions: Sessions,
-        limits: Limits,
-        budget: rules.CrashBudget,
+        placing: Placing,
         timing: Timing,
         clock: Clock,
     ) -> None:
@@ -48,8 +49,7 @@ class Reconciler:
         self._launcher = launcher
         self._leases = leases
         self._sessions = sessions
-        self._limits = limits
-        self._budget = budget
+        self._placing = placing
         self._timing = timing
         self._clock = clock
         self._timers = Timers(timing)
@@ -94,6 +94,7 @@ class Reconciler:
         """Tick until cancelled. A tick that fails is logged and tried again; a lost leadership is raised."""
         while True:
             self._woken.clear()
+            began = self._clock.monotonic()
             try:
                 moving = await self.tick()
             except LeadershipLost:
@@ -102,6 +103,10 @@ class Reconciler:
                 log.exception("the tick failed; trying again")
                 await asyncio.sleep(self._timing.tick_s)
                 continue
+            spent_s = self._clock.monotonic() - began
+            if spent_s > _LONG_TICK_S:
+                # Where every call wakes the loop, calls must still get as much of the database as the loop.
+                await asyncio.sleep(spent_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timing.tick_s if moving else _QUIET_TICK_S):
                     await self._woken.wait()
@@ -118,10 +123,8 @@ class Reconciler:
             attended=self._leases.attended(),
             told=self._sessions.told(),
         )
-        name, wall = self._launcher.name, self._clock.now()
-        settled = await self._database.run(
-            lambda tx: settle(tx, seen, self._limits, name, self._budget, wall)
-        )
+        wall = self._clock.now()
+        settled = await self._database.run(lambda tx: settle(tx, seen, self._placing, wall))
         # Only now that it is written: had the transaction failed, the next tick would take them in.
         del self._endings[: len(endings)]
         self._act(settled, now)
@@ -240,4 +243,4 @@ class Reconciler:
             if server.launched:
                 draining = replace(server, state=ServerState.DRAINING)
                 cause = Failure("", "the cluster was stopped")
-                end_server(tx, draining, cause, now, self._budget, counts=False)
+                end_server(tx, draining, cause, now, self._placing.terms.budget, counts=False)

@@ -103,11 +103,14 @@ class Registry:
             )
         self.loads[session.server_id] = load
         session.send(Lease(self._leases.server_ttl_s))
+        # A thousand servers renew hundreds of times a second: only what is new reaches the database.
         if failure:
             await self._database.run(lambda tx: self._failed(tx, session.server_id, failure))
-        elif ready:
+            self._wake()
+        elif ready and not session.ready:
             await self._database.run(lambda tx: self._ready(tx, session.server_id))
-        self._wake()
+            session.ready = True
+            self._wake()
 
     async def reported(
         self, session: Session, assignment_id: str, state: AssignmentState | None, message: str

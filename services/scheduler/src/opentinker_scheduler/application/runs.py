@@ -85,7 +85,7 @@ class Runs:
             fact = Fact("metrics_step", run.name, detail={"step": row.step}, values=row.values)
             tx.outbox.add(fact, row.time)
         self._save(tx, replace(run, step=max([run.step, *(row.step for row in rows)])))
-        note_progress(tx, run.job.removeprefix("jobs/"))
+        note_progress(tx, run.job.removeprefix("jobs/"), now)
 
     async def check_stored(self, blob: Blob, field: str, project: str) -> None:
         """BLOB_NOT_FOUND unless the project has the bytes that a record will point to."""

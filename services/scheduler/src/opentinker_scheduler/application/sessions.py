@@ -55,6 +55,8 @@ class Session:
     assigned: set[str] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
     draining: bool = False
+    ready: bool = False
+    """Its server said that it is ready, and that is written down."""
     end: Exception | None = None
 
     def send(self, message: Down) -> None:

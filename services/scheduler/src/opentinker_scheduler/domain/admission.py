@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.model import (
     DTYPES,
     ENGINES,
     SERVING_MODES,
+    Cost,
     JobKind,
     OnClientLoss,
     Role,
@@ -16,12 +18,14 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
-from opentinker_scheduler.domain.planner import Limits
+from opentinker_scheduler.domain.shares import Rules
 from opentinkerapi.runtime.reasons import Reason
 
 MIN_LEASE_S, MAX_LEASE_S = 10.0, 24 * 3600.0
 MAX_LABELS, MAX_TEXT = 64, 512
 MAX_COUNT = 1024
+MAX_PRIORITY = 100
+MIN_DURATION_S, MIN_IDLE_S, MAX_DURATION_S = 1.0, 10.0, 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,47 @@ def check_job(
     _check_kind(kind, slots)
     for index, spec in enumerate(slots):
         _check_slot(spec, f"job.slots[{index}]")
+
+
+def check_limits(kind: JobKind, priority: int, max_duration_s: float, idle_limit_s: float) -> None:
+    """A job's own limits; 0 is none. ServiceError names the field that is wrong."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        text = f"priority is {priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise ServiceError(Reason.INVALID_FIELD, text, field="job.priority")
+    for name, seconds, least in (
+        ("max_duration", max_duration_s, MIN_DURATION_S),
+        ("idle_limit", idle_limit_s, MIN_IDLE_S),
+    ):
+        if seconds and not least <= seconds <= MAX_DURATION_S:
+            text = f"{name} is {seconds:g} s; it must be from {least:g} s to {MAX_DURATION_S / 86400:g} days"
+            raise ServiceError(Reason.INVALID_FIELD, text, field=f"job.{name}")
+    if idle_limit_s and kind is JobKind.INFERENCE:
+        text = "idle_limit is for jobs that train: an INFERENCE job makes no versions, checkpoints or metrics"
+        raise ServiceError(Reason.UNSUPPORTED_OPTION, text, field="job.idle_limit")
+
+
+def check_quota(project: str, cost: Cost, priority: int, jobs: int, rules: Rules) -> None:
+    """QUOTA_EXCEEDED for what a project may not have: not ever, or not beside `jobs` that have not ended."""
+
+    def refuse(name: str, field: str, text: str) -> ServiceError:
+        return ServiceError(Reason.QUOTA_EXCEEDED, text, field=field, quota=[(name, text)])
+
+    if priority > rules.max_priority:
+        text = f"priority is {priority}; the quota max_priority of project {project} is {rules.max_priority}"
+        raise refuse("max_priority", "job.priority", text)
+    if rules.max_jobs is not None and jobs >= rules.max_jobs:
+        text = (
+            f"project {project} has {jobs} jobs that have not ended; its quota max_jobs is {rules.max_jobs}"
+        )
+        raise refuse("max_jobs", "job", text)
+    if rules.max_slots is not None and cost.slots > rules.max_slots:
+        quota = f"the quota max_slots of project {project} is {rules.max_slots}"
+        text = f"this job takes {cost.slots:g} slots; {quota}"
+        raise refuse("max_slots", "job.slots", text)
+    if rules.max_gpus is not None and cost.gpus > rules.max_gpus:
+        quota = f"the quota max_gpus of project {project} is {rules.max_gpus:g}"
+        text = f"this job takes {cost.gpus:g} GPUs; {quota}"
+        raise refuse("max_gpus", "job.slots", text)
 
 
 def _check_kind(kind: JobKind, slots: Sequence[SlotSpec]) -> None:

@@ -5,6 +5,9 @@
 with PAUSED (holds nothing until resumed) and PREEMPTED (checkpointed and put back). `attempt` grows whenever
 slots are granted or lost, so that what an older holder still says can be told from what the newest one says.
 A job with replicas stays RUNNING when it loses one and gets it back.
+
+A job holds slots from its grant until it has no more claim on any; `timed` counts that time, against the
+limit that the job has and for its project's usage.
 """
 
 from collections.abc import Mapping
@@ -21,7 +24,7 @@ SUCCESSORS: Mapping[JobState, frozenset[JobState]] = {
     S.STARTING: frozenset({S.RUNNING, S.QUEUED, S.STARTING, S.PAUSED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.RUNNING: frozenset({S.STARTING, S.RUNNING, S.PAUSED, S.PREEMPTED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.PAUSED: frozenset({S.QUEUED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
-    S.PREEMPTED: frozenset({S.QUEUED, S.CANCELLED, S.FAILED}),
+    S.PREEMPTED: frozenset({S.QUEUED, S.PAUSED, S.SUCCEEDED, S.CANCELLED, S.FAILED}),
     S.SUCCEEDED: frozenset(),
     S.FAILED: frozenset(),
     S.CANCELLED: frozenset(),
@@ -64,6 +67,8 @@ def running(job: Job, now: datetime, *, complete: bool = True) -> Job:
     reason = "" if complete else "replacing a replica"
     if job.state is not S.RUNNING:
         job = move(job, S.RUNNING, reason=reason, verb="run")
+        if job.idle_limit_s > 0:
+            job = replace(job, progress_time=now)
     return replace(job, start_time=job.start_time or now, state_reason=reason, queue_position=0)
 
 
@@ -85,6 +90,17 @@ def cancelled(job: Job, message: str, now: datetime) -> Job:
 def paused(job: Job, reason: str) -> Job:
     """Holds no capacity until it is resumed."""
     return move(job, S.PAUSED, reason=reason, verb="be paused")
+
+
+def preempted(job: Job) -> Job:
+    """Gives its slots to another; its trainer saves it as they are taken back."""
+    reason = "gives way to a job of higher priority; it goes on from where it is when there is room"
+    return move(job, S.PREEMPTED, reason=reason, verb="be preempted")
+
+
+def requeued(job: Job) -> Job:
+    """Its slots are free, so it waits again: at its old place, as it did nothing to lose it."""
+    return move(job, S.QUEUED, reason="queued", verb="be queued again")
 
 
 def resumed(job: Job, now: datetime) -> Job:
@@ -140,6 +156,41 @@ def _crashes(job: Job, now: datetime, budget: CrashBudget, *, counts: bool) -> t
     return (*recent, now) if counts else recent
 
 
-def progressed(job: Job) -> Job:
-    """Something durable was achieved, so earlier crashes no longer count."""
+def progressed(job: Job, now: datetime) -> Job:
+    """Something durable was achieved, so earlier crashes no longer count and it is not idle."""
+    if job.idle_limit_s > 0 and job.state is S.RUNNING:
+        job = replace(job, progress_time=now)
     return replace(job, crashes=()) if job.crashes else job
+
+
+def timed(before: Job, after: Job, now: datetime) -> tuple[Job, float]:
+    """A changed job with the time that it held slots written down, and how many seconds that were since its
+    last grant where it now gave them up.
+    """
+    if after.state.placed and after.grant_time is None:
+        return replace(after, grant_time=now), 0.0
+    if after.state.placed or before.grant_time is None:
+        return after, 0.0
+    seconds = max(0.0, (now - before.grant_time).total_seconds())
+    return replace(after, grant_time=None, held_s=before.held_s + seconds), seconds
+
+
+def overran(job: Job, now: datetime) -> Failure | None:
+    """Why a job must end now: a limit of its own is reached."""
+    if not job.state.placed:
+        return None
+    held_s = job.held_until(now)
+    if 0 < job.max_duration_s <= held_s:
+        text = f"it held slots for {held_s:.0f} s; its max_duration is {job.max_duration_s:g} s"
+        return Failure(Reason.TIME_LIMIT, text, {"max_duration_s": f"{job.max_duration_s:g}"})
+    if job.state is S.RUNNING and job.idle_limit_s > 0 and job.progress_time is not None:
+        idle_s = (now - job.progress_time).total_seconds()
+        if idle_s >= job.idle_limit_s:
+            text = f"it made no progress for {idle_s:.0f} s; its idle_limit is {job.idle_limit_s:g} s"
+            return Failure(Reason.IDLE_LIMIT, text, {"idle_limit_s": f"{job.idle_limit_s:g}"})
+    return None
+
+
+def expired(job: Job, why: Failure, now: datetime) -> Job:
+    """Ended by a limit of its own."""
+    return replace(move(job, S.FAILED, reason="", verb="expire"), error=why, end_time=now)

@@ -105,6 +105,24 @@ class SlotSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What a job keeps from others."""
+
+    slots: float = 0.0
+    gpus: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.slots + other.slots, self.gpus + other.gpus)
+
+    def share_of(self, total: "Cost") -> float:
+        """The larger of the two parts of a whole."""
+        return max(
+            self.slots / total.slots if total.slots > 0 else 0.0,
+            self.gpus / total.gpus if total.gpus > 0 else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why something ended badly: a reason of the catalogue (none where a driver said so), words, details."""
 
@@ -138,6 +156,20 @@ class Job:
     run: str = ""
     crashes: tuple[datetime, ...] = ()
     """Times of server crashes since the job last made progress."""
+    cost_slots: float = 1.0
+    """What it keeps from others while it holds slots, as admission counts it."""
+    cost_gpus: float = 0.0
+    priority: int = 0
+    max_duration_s: float = 0.0
+    """How long it may hold slots; 0: for ever."""
+    idle_limit_s: float = 0.0
+    """How long it may run without progress; 0: for ever."""
+    held_s: float = 0.0
+    """How long it held slots before `grant_time`."""
+    grant_time: datetime | None = None
+    """Since when it holds slots, or has a claim on those that it lost."""
+    progress_time: datetime | None = None
+    """When it began to run, or made progress since; noted for jobs with an idle limit."""
     seq: int = 0
     """Order of creation; given by the store."""
     revision: int = 0
@@ -146,6 +178,14 @@ class Job:
     @property
     def name(self) -> str:
         return f"jobs/{self.id}"
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(self.cost_slots, self.cost_gpus)
+
+    def held_until(self, now: datetime) -> float:
+        """Seconds that it has held slots by now."""
+        return self.held_s + (0.0 if self.grant_time is None else (now - self.grant_time).total_seconds())
 
 
 class ServerState(StrEnum):

@@ -104,9 +104,6 @@ def duration(seconds: float) -> Duration:
 def read_new_job(job: job_pb2.Job) -> NewJob:
     """What a client asks for; what it may ask for is decided elsewhere."""
     slots = tuple(_read_slot(slot, f"job.slots[{index}]") for index, slot in enumerate(job.slots))
-    lease_ttl_s = job.lease_ttl.ToTimedelta().total_seconds() if job.HasField("lease_ttl") else 0.0
-    if job.HasField("lease_ttl") and lease_ttl_s <= 0:
-        raise ServiceError(Reason.INVALID_FIELD, "lease_ttl must be positive", field="job.lease_ttl")
     return NewJob(
         kind=read_enum(KINDS, job.kind, "job.kind", "job kind"),
         slots=slots,
@@ -114,10 +111,24 @@ def read_new_job(job: job_pb2.Job) -> NewJob:
         on_client_loss=read_enum(
             ON_LOSS, job.on_client_loss, "job.on_client_loss", "reaction to client loss"
         ),
-        lease_ttl_s=lease_ttl_s,
+        lease_ttl_s=_read_seconds(job, "lease_ttl"),
         labels=dict(job.labels),
         run=job.run,
+        priority=job.priority,
+        max_duration_s=_read_seconds(job, "max_duration"),
+        idle_limit_s=_read_seconds(job, "idle_limit"),
     )
+
+
+def _read_seconds(job: job_pb2.Job, name: str) -> float:
+    """A duration in seconds, 0 where it is not set; INVALID_FIELD for one that is not positive."""
+    if not job.HasField(name):  # type: ignore[arg-type]
+        return 0.0
+    value: Duration = getattr(job, name)
+    seconds = value.seconds + value.nanos / 1e9
+    if seconds <= 0:
+        raise ServiceError(Reason.INVALID_FIELD, f"{name} must be positive", field=f"job.{name}")
+    return seconds
 
 
 def _read_slot(slot: job_pb2.SlotSpec, field: str) -> SlotSpec:
@@ -170,7 +181,14 @@ def write_job(job: Job) -> job_pb2.Job:
         labels=job.labels,
         project=job.project,
         run=job.run,
+        priority=job.priority,
+        held_duration=duration(job.held_s),
     )
+    for name, seconds in (("max_duration", job.max_duration_s), ("idle_limit", job.idle_limit_s)):
+        if seconds > 0:
+            getattr(result, name).CopyFrom(duration(seconds))
+    if job.grant_time is not None:
+        result.grant_time.FromDatetime(job.grant_time)
     result.slots.extend(map(write_slot, job.slots))
     if job.start_time is not None:
         result.start_time.FromDatetime(job.start_time)

@@ -1,14 +1,25 @@
-"""Repositories of jobs, servers and assignments."""
+"""Repositories of jobs, servers and assignments: rows in tables, those that have not ended in memory too."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
 from sqlalchemy.exc import IntegrityError
 
-from opentinker_scheduler.adapters.sql.tables import NOT_ENDED, assignments, columns, jobs, serial, servers
+from opentinker_scheduler.adapters.sql.live import LiveRows
+from opentinker_scheduler.adapters.sql.tables import (
+    NOT_ENDED,
+    assignments,
+    columns,
+    jobs,
+    serial,
+    servers,
+    usage,
+)
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,
@@ -24,27 +35,71 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
+from opentinker_scheduler.domain.shares import Used
 from opentinker_scheduler.ports import SlotTaken
 
 _LIVE_JOBS = [state for state in JobState if not state.final]
 _LIVE_SERVERS = [state for state in ServerState if not state.ended]
 
 
+class Live:
+    """What has not ended, in memory."""
+
+    def __init__(self) -> None:
+        self.jobs = LiveRows[Job](lambda row: row.id, lambda row: not row.state.final, project=_project)
+        self.servers = LiveRows[Server](lambda row: row.id, lambda row: not row.state.ended)
+        self.assignments = LiveRows[Assignment](
+            lambda row: row.id,
+            lambda row: row.state is not AssignmentState.ENDED,
+            job=lambda row: row.job_id,
+            server=lambda row: row.server_id,
+        )
+
+    def load(self, connection: Connection) -> None:
+        """Begin with what the tables have."""
+        query = select(jobs).where(jobs.c.state.in_(_LIVE_JOBS))
+        self.jobs.load(map(_job, connection.execute(query)))
+        servers_query = select(servers).where(servers.c.state.in_(_LIVE_SERVERS))
+        self.servers.load(map(_server, connection.execute(servers_query)))
+        # Literally as in the indexes, which make the ended ones cost nothing.
+        assignments_query = select(assignments).where(NOT_ENDED)
+        self.assignments.load(map(_assignment, connection.execute(assignments_query)))
+
+    def commit(self) -> None:
+        for rows in (self.jobs, self.servers, self.assignments):
+            rows.commit()
+
+    def roll_back(self) -> None:
+        for rows in (self.jobs, self.servers, self.assignments):
+            rows.roll_back()
+
+
+def _project(job: Job) -> str:
+    return job.project
+
+
 class SqlJobs:
     """See `ports.JobRepository`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, live: LiveRows[Job]) -> None:
         self._connection = connection
+        self._live = live
         self.touched: set[str] = set()
         """Ids of the jobs that were written."""
+        self.told: set[str] = set()
+        """Ids of the jobs of which only what they wait for changed."""
 
     def add(self, job: Job) -> Job:
         job = replace(job, revision=1)
         self.touched.add(job.id)
         result = self._connection.execute(insert(jobs).values(_job_values(job)))
-        return replace(job, seq=serial(result))
+        job = replace(job, seq=serial(result))
+        self._live.put(job)
+        return job
 
     def find(self, job_id: str) -> Job | None:
+        if (live := self._live.find(job_id)) is not None:
+            return live
         row = self._connection.execute(select(jobs).where(jobs.c.id == job_id)).one_or_none()
         return None if row is None else _job(row)
 
@@ -54,11 +109,22 @@ class SqlJobs:
         change = update(jobs).where(jobs.c.id == job.id).values(_job_values(job))
         if self._connection.execute(change).rowcount != 1:
             raise KeyError(job.id)
+        self._live.put(job)
         return job
 
+    def tell(self, job_id: str, position: int, reason: str) -> None:
+        job = self._live.find(job_id)
+        if job is None or (job.queue_position == position and job.state_reason == reason):
+            return
+        self.told.add(job_id)
+        revision = job.revision + 1
+        self._live.put(replace(job, queue_position=position, state_reason=reason, revision=revision))
+
     def live(self) -> Sequence[Job]:
-        query = select(jobs).where(jobs.c.state.in_(_LIVE_JOBS)).order_by(jobs.c.queue_time, jobs.c.seq)
-        return [_job(row) for row in self._connection.execute(query)]
+        return sorted(self._live.all(), key=attrgetter("queue_time", "seq"))
+
+    def count(self, project: str) -> int:
+        return self._live.count("project", project)
 
     def page(
         self,
@@ -74,20 +140,25 @@ class SqlJobs:
             query = query.where(jobs.c.seq < before)
         if states:
             query = query.where(jobs.c.state.in_(list(states)))
-        return [_job(row) for row in self._connection.execute(query)]
+        return [self._live.find(row.id) or _job(row) for row in self._connection.execute(query)]
 
 
 class SqlServers:
     """See `ports.ServerRepository`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, live: LiveRows[Server]) -> None:
         self._connection = connection
+        self._live = live
 
     def add(self, server: Server) -> Server:
         result = self._connection.execute(insert(servers).values(_server_values(server)))
-        return replace(server, seq=serial(result))
+        server = replace(server, seq=serial(result))
+        self._live.put(server)
+        return server
 
     def find(self, server_id: str) -> Server | None:
+        if (live := self._live.find(server_id)) is not None:
+            return live
         row = self._connection.execute(select(servers).where(servers.c.id == server_id)).one_or_none()
         return None if row is None else _server(row)
 
@@ -100,10 +171,10 @@ class SqlServers:
         change = update(servers).where(servers.c.id == server.id).values(_server_values(server))
         if self._connection.execute(change).rowcount != 1:
             raise KeyError(server.id)
+        self._live.put(server)
 
     def live(self) -> Sequence[Server]:
-        query = select(servers).where(servers.c.state.in_(_LIVE_SERVERS)).order_by(servers.c.seq)
-        return [_server(row) for row in self._connection.execute(query)]
+        return sorted(self._live.all(), key=lambda server: server.seq)
 
     def page(self, before: int | None, size: int, include_ended: bool) -> Sequence[Server]:
         query = select(servers).order_by(servers.c.seq.desc()).limit(size)
@@ -117,43 +188,66 @@ class SqlServers:
 class SqlAssignments:
     """See `ports.AssignmentRepository`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, live: LiveRows[Assignment]) -> None:
         self._connection = connection
+        self._live = live
 
     def add(self, assignment: Assignment) -> None:
         try:
-            self._connection.execute(insert(assignments).values(asdict(assignment)))
+            self._connection.execute(insert(assignments).values(_assignment_values(assignment)))
         except IntegrityError as error:
             text = f"slot {assignment.slot_no} of server {assignment.server_id}, for job {assignment.job_id}"
             raise SlotTaken(text) from error
+        self._live.put(assignment)
 
     def find(self, assignment_id: str) -> Assignment | None:
+        if (live := self._live.find(assignment_id)) is not None:
+            return live
         query = select(assignments).where(assignments.c.id == assignment_id)
         row = self._connection.execute(query).one_or_none()
         return None if row is None else _assignment(row)
 
     def save(self, assignment: Assignment) -> None:
-        change = update(assignments).where(assignments.c.id == assignment.id).values(asdict(assignment))
+        values = _assignment_values(assignment)
+        change = update(assignments).where(assignments.c.id == assignment.id).values(values)
         if self._connection.execute(change).rowcount != 1:
             raise KeyError(assignment.id)
+        self._live.put(assignment)
 
     def active(self) -> Sequence[Assignment]:
-        return self._select()
+        return self._live.all()
 
     def of_job(self, job_id: str) -> Sequence[Assignment]:
-        return self._select(assignments.c.job_id == job_id)
+        found = self._live.group("job", job_id)
+        return sorted(found, key=lambda each: (each.slot_index, each.ordinal))
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
-        return self._select(assignments.c.server_id == server_id)
+        return self._live.group("server", server_id)
 
-    def _select(self, *conditions: Any) -> Sequence[Assignment]:
-        query = (
-            select(assignments)
-            # Literally as in the indexes, which make the ended ones cost nothing.
-            .where(NOT_ENDED, *conditions)
-            .order_by(assignments.c.job_id, assignments.c.slot_index, assignments.c.ordinal)
+
+class SqlUsage:
+    """See `ports.UsageRepository`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def add(self, project: str, day: str, used: Used) -> None:
+        row = upsert(usage).values(
+            project=project, day=day, slot_seconds=used.slot_seconds, gpu_seconds=used.gpu_seconds
         )
-        return [_assignment(row) for row in self._connection.execute(query)]
+        self._connection.execute(
+            row.on_conflict_do_update(
+                index_elements=["project", "day"],
+                set_={
+                    "slot_seconds": usage.c.slot_seconds + used.slot_seconds,
+                    "gpu_seconds": usage.c.gpu_seconds + used.gpu_seconds,
+                },
+            )
+        )
+
+    def of_day(self, day: str) -> Mapping[str, Used]:
+        rows = self._connection.execute(select(usage).where(usage.c.day == day))
+        return {row.project: Used(row.slot_seconds, row.gpu_seconds) for row in rows}
 
 
 def _job_values(job: Job) -> dict[str, Any]:
@@ -208,6 +302,10 @@ def _server(row: Row[Any]) -> Server:
     values["options"] = ServerOptions(**row.options)
     values["reported"] = ServerOptions(**row.reported)
     return Server(**values)
+
+
+def _assignment_values(assignment: Assignment) -> dict[str, Any]:
+    return {name: getattr(assignment, name) for name in columns(assignments)}
 
 
 def _assignment(row: Row[Any]) -> Assignment:

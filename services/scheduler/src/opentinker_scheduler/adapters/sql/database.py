@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from sqlalchemy.pool import StaticPool
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.adapters.sql import tables
 from opentinker_scheduler.adapters.sql.accounts import SqlAccounts, SqlAudit
-from opentinker_scheduler.adapters.sql.capacity import SqlAssignments, SqlJobs, SqlServers
+from opentinker_scheduler.adapters.sql.capacity import Live, SqlAssignments, SqlJobs, SqlServers, SqlUsage
 from opentinker_scheduler.adapters.sql.deployments import SqlDeployments
 from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
 from opentinker_scheduler.adapters.sql.requests import SqlOutbox, SqlRequests
@@ -31,8 +32,24 @@ from opentinkerapi.runtime.reasons import Reason
 
 T = TypeVar("T")
 
-OnCommit = Callable[[frozenset[str], bool], None]
-"""Called in the event loop after a commit, with the ids of changed jobs and whether facts were recorded."""
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a transaction changed."""
+
+    jobs: frozenset[str]
+    """Ids of jobs that were written."""
+    told: frozenset[str]
+    """Ids of jobs that only wait for something else now."""
+    facts: bool
+    """Whether facts were recorded."""
+
+    def __bool__(self) -> bool:
+        return bool(self.jobs or self.told or self.facts)
+
+
+OnCommit = Callable[[Committed], None]
+"""Called in the event loop after a commit that changed something."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 HEAD = "0006"
@@ -42,20 +59,25 @@ HEAD = "0006"
 class SqlTransaction:
     """The repositories over one connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, live: Live) -> None:
         self._connection = connection
+        self._live = live
 
     @cached_property
     def jobs(self) -> SqlJobs:
-        return SqlJobs(self._connection)
+        return SqlJobs(self._connection, self._live.jobs)
 
     @cached_property
     def servers(self) -> SqlServers:
-        return SqlServers(self._connection)
+        return SqlServers(self._connection, self._live.servers)
 
     @cached_property
     def assignments(self) -> SqlAssignments:
-        return SqlAssignments(self._connection)
+        return SqlAssignments(self._connection, self._live.assignments)
+
+    @cached_property
+    def usage(self) -> SqlUsage:
+        return SqlUsage(self._connection)
 
     @cached_property
     def catalog(self) -> SqlCatalog:
@@ -93,11 +115,12 @@ class SqlTransaction:
 class SqlDatabase:
     """A SQLite database in a file. `open` it before use; one leader at a time."""
 
-    def __init__(self, path: Path, on_commit: OnCommit = lambda jobs, facts: None) -> None:
+    def __init__(self, path: Path, on_commit: OnCommit = lambda change: None) -> None:
         self._path = path
         self._on_commit = on_commit
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql")
         self._engine: Engine | None = None
+        self._live = Live()
         self._epoch = 0
         self.cluster = ""
         """Identity of the cluster, made with its database."""
@@ -110,10 +133,10 @@ class SqlDatabase:
         loop = asyncio.get_running_loop()
 
         def run() -> T:
-            result, jobs, facts = self._run(work)
-            if jobs or facts:
+            result, change = self._run(work)
+            if change:
                 # Also where nobody waits for the result any more: the change is made, and others wait for it.
-                loop.call_soon_threadsafe(self._on_commit, jobs, facts)
+                loop.call_soon_threadsafe(self._on_commit, change)
             return result
 
         return await self._in_thread(run)
@@ -143,15 +166,24 @@ class SqlDatabase:
             values = {"id": 1, "epoch": self._epoch, "cluster": self.cluster, "start_time": now}
             change = update(tables.leader).values(values) if row else insert(tables.leader).values(values)
             connection.execute(change)
+            # In the transaction that made this the leader: nobody else writes any more.
+            self._live.load(connection)
 
-    def _run(self, work: Callable[[Transaction], T]) -> tuple[T, frozenset[str], bool]:
-        with self._begin() as connection:
-            epoch = connection.execute(select(tables.leader.c.epoch)).scalar_one()
-            if epoch != self._epoch:
-                raise LeadershipLost(f"epoch {epoch} leads this database; this scheduler has {self._epoch}")
-            transaction = SqlTransaction(connection)
-            result = work(transaction)
-        return result, frozenset(transaction.jobs.touched), transaction.outbox.touched
+    def _run(self, work: Callable[[Transaction], T]) -> tuple[T, Committed]:
+        try:
+            with self._begin() as connection:
+                epoch = connection.execute(select(tables.leader.c.epoch)).scalar_one()
+                if epoch != self._epoch:
+                    text = f"epoch {epoch} leads this database; this scheduler has {self._epoch}"
+                    raise LeadershipLost(text)
+                transaction = SqlTransaction(connection, self._live)
+                result = work(transaction)
+        except BaseException:
+            self._live.roll_back()
+            raise
+        self._live.commit()
+        jobs = transaction.jobs
+        return result, Committed(frozenset(jobs.touched), frozenset(jobs.told), transaction.outbox.touched)
 
     def _begin(self) -> AbstractContextManager[Connection]:
         if self._engine is None:

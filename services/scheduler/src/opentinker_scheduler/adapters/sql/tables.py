@@ -79,7 +79,6 @@ jobs = Table(
     Column("slots", JSON, nullable=False),
     Column("state", String(20), nullable=False),
     Column("state_reason", Text, nullable=False),
-    Column("queue_position", Integer, nullable=False),
     Column("attempt", BigInteger, nullable=False),
     Column("error", JSON),
     Column("on_client_loss", String(20), nullable=False),
@@ -93,6 +92,14 @@ jobs = Table(
     Column("run", String(80), nullable=False),
     Column("crashes", JSON, nullable=False),
     Column("revision", BigInteger, nullable=False),
+    Column("cost_slots", Float, nullable=False, server_default="1"),
+    Column("cost_gpus", Float, nullable=False, server_default="0"),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("max_duration_s", Float, nullable=False, server_default="0"),
+    Column("idle_limit_s", Float, nullable=False, server_default="0"),
+    Column("held_s", Float, nullable=False, server_default="0"),
+    Column("grant_time", UtcTime),
+    Column("progress_time", UtcTime),
     sqlite_autoincrement=True,
 )
 Index("ix_jobs_state", jobs.c.state)
@@ -170,6 +177,15 @@ Index(
     unique=True,
     sqlite_where=_HELD,
     postgresql_where=_HELD,
+)
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("day", String(10), primary_key=True),
+    Column("slot_seconds", Float, nullable=False),
+    Column("gpu_seconds", Float, nullable=False),
 )
 
 policies = Table(

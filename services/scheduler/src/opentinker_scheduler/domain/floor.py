@@ -1,0 +1,381 @@
+"""Servers and their slots, as a plan fills them: what fits where, what may be started, what is left alone.
+
+What holds for every placement: a demand gets all its slots or none; no slot is given twice; a server serves
+only slots it accepts; replicas of one slot never share a server; an exclusive slot shares its server with no
+other job; limits on servers are kept; what is kept for a larger job goes to others only as its hold allows.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from opentinker_scheduler.domain.model import Cost, Role, ServerOptions, SlotSpec
+from opentinker_scheduler.domain.shares import NOTHING
+
+Key = tuple[Role, str, ServerOptions]
+Kind = tuple[Role, str]
+"""Role and base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One slot that a job lacks."""
+
+    slot_index: int
+    ordinal: int
+    role: Role
+    base_model: str
+    options: ServerOptions
+    exclusive: bool = False
+
+    @property
+    def key(self) -> Key:
+        return (self.role, self.base_model, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Slots that a job lacks and gets together: all of a queued one's; of one that lost slots (`queued` is
+    False) those that it needs to go on, and apart from them spare replicas.
+    """
+
+    job_id: str
+    needs: tuple[Need, ...]
+    queued: bool = True
+    project: str = "default"
+    cost: Cost = NOTHING
+    priority: int = 0
+    since: float = 0.0
+    limit_s: float | None = None
+    """How long it can hold what it gets; None: nobody knows."""
+    shape: Hashable = None
+    """Equal for queued demands that fit or fail alike; by default their needs."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """What of a server is kept for a job that waits for more than is free."""
+
+    job_id: str
+    lends_s: float
+    """Others may have what is kept if they end within so many seconds."""
+    spare: int
+    """Slots beside it, which others may have for as long as they like."""
+
+    def lends(self, limit_s: float | None) -> bool:
+        return limit_s is not None and limit_s <= self.lends_s
+
+
+@dataclass(slots=True)
+class Capacity:
+    """A server that takes new work, as the snapshot has it. A plan changes it."""
+
+    server_id: str
+    role: Role
+    base_model: str
+    options: ServerOptions
+    free: list[int]
+    """Free slot numbers."""
+    jobs: set[str] = field(default_factory=set)
+    """Jobs that own slots, or whose slots are still being freed."""
+    replicas: set[tuple[str, int]] = field(default_factory=set)
+    """(job, slot index) of the inference slots among them."""
+    exclusive: bool = False
+    """One of those slots is exclusive."""
+    launched: bool = True
+    """We started it: only slots that ask for exactly its options share it."""
+    ready: bool = True
+    taken: dict[int, str] = field(default_factory=dict)
+    """Who owns the other slots."""
+    hold: Hold | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return (self.role, self.base_model)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be stopped to make room."""
+        return self.launched and self.ready and not self.jobs
+
+    def suits(self, need: Need) -> bool:
+        """Whether it is the right kind of server."""
+        if self.role is not need.role or self.base_model != need.base_model:
+            return False
+        return self.options == need.options if self.launched else self.options.accepts(need.options)
+
+    def accepts(self, need: Need, job_id: str) -> bool:
+        """Whether a slot for this need of this job is free here."""
+        if not self.free or (job_id, need.slot_index) in self.replicas or not self.suits(need):
+            return False
+        if not (need.exclusive or self.exclusive):
+            return True
+        return not (self.jobs - {job_id})
+
+    def keeps_from(self, need: Need, limit_s: float | None) -> bool:
+        """Whether what is free here is kept for another job."""
+        hold = self.hold
+        return hold is not None and not hold.lends(limit_s) and (hold.spare < 1 or need.exclusive)
+
+    def take(self, need: Need, demand: Demand) -> int:
+        """Give a free slot to a need of a job; its number."""
+        job_id = demand.job_id
+        self.jobs.add(job_id)
+        if need.role is Role.INFERENCE:
+            self.replicas.add((job_id, need.slot_index))
+        self.exclusive = self.exclusive or need.exclusive
+        if self.hold is not None and not self.hold.lends(demand.limit_s):
+            self.hold.spare -= 1
+        slot = self.free.pop(0)
+        self.taken[slot] = job_id
+        return slot
+
+    def copy(self) -> "Capacity":
+        return replace(
+            self,
+            free=list(self.free),
+            jobs=set(self.jobs),
+            replicas=set(self.replicas),
+            taken=dict(self.taken),
+            hold=None if self.hold is None else replace(self.hold),
+        )
+
+    def restore(self, other: "Capacity") -> None:
+        """Be as a copy is."""
+        self.free, self.jobs, self.replicas = other.free, other.jobs, other.replicas
+        self.exclusive, self.taken, self.hold = other.exclusive, other.taken, other.hold
+
+    def without(self, jobs: Collection[str]) -> "Capacity":
+        """As it is once these jobs have ended."""
+        left = self.jobs - set(jobs)
+        taken = {slot: job for slot, job in self.taken.items() if job in left}
+        freed = [slot for slot, job in self.taken.items() if job not in left]
+        return replace(
+            self,
+            free=sorted([*self.free, *freed]),
+            jobs=left,
+            replicas={place for place in self.replicas if place[0] in left},
+            exclusive=self.exclusive and bool(left),
+            taken=taken,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be started."""
+
+    can_launch: bool = True
+    max_servers: int = 32
+    max_engine_servers: Mapping[str, int] = field(default_factory=dict)
+    max_grants: int = 100
+    trainer_slots: int = 8
+    inference_slots: int = 8
+    merged_slots: int = 1
+    engine_gpus: Mapping[str, int] = field(default_factory=dict)
+    """GPUs that a rank of a server takes, by engine; none where it is not named."""
+    default_engines: Mapping[Role, str] = field(default_factory=dict)
+    """What a slot is counted as that names no engine."""
+    reserve_after_s: float = 60.0
+    """How long a job waits before slots are kept for it."""
+
+    def slots_of(self, role: Role, options: ServerOptions) -> int:
+        """Slots that a server is started with; a merged one serves one policy at a time."""
+        if role is Role.TRAINER:
+            return self.trainer_slots
+        return self.merged_slots if options.serving_mode == "merged" else self.inference_slots
+
+    def gpus_of(self, role: Role, options: ServerOptions) -> int:
+        """GPUs that a server takes."""
+        engine = options.engine or self.default_engines.get(role, "")
+        return self.engine_gpus.get(engine, 0) * max(1, options.ranks)
+
+    def per_server(self, spec: SlotSpec) -> tuple[int, int]:
+        """Slots and GPUs of a server for a slot."""
+        return self.slots_of(spec.role, spec.options), self.gpus_of(spec.role, spec.options)
+
+    def servers_needed(self, slots: Sequence[SlotSpec]) -> Mapping[Key, int]:
+        """How many servers of each kind an empty cluster would start for a job."""
+        counts: dict[Key, int] = {}
+        replicas: dict[Key, int] = {}
+        for spec in slots:
+            key = (spec.role, spec.base_model, spec.options)
+            counts[key] = counts.get(key, 0) + spec.count
+            if spec.role is Role.INFERENCE:
+                replicas[key] = max(replicas.get(key, 0), spec.count)
+        return {
+            key: max(-(-count // self.slots_of(key[0], key[2])), replicas.get(key, 0))
+            for key, count in counts.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A slot given to a need."""
+
+    need: Need
+    server_id: str
+    slot_no: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewServer:
+    """A server to start."""
+
+    server_id: str
+    role: Role
+    base_model: str
+    options: ServerOptions
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """What forbids a slot."""
+
+    text: str
+    engine: str = ""
+    """Set where it is a limit on servers of this engine, so that only the end of one of them helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why a job was not placed: the first need without a slot, and what stood in the way."""
+
+    need: Need
+    wanted: int
+    obstacle: Obstacle
+
+
+class Floor:
+    """The servers as they would be after the grants so far. `running` counts the servers that exist, by
+    engine; `leaving` those of them that are on their way out.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Capacity],
+        limits: Limits,
+        running: Mapping[str, int],
+        new_server_id: Callable[[], str],
+        leaving: Mapping[str, int] | None = None,
+    ) -> None:
+        self.servers = list(servers)
+        self.limits = limits
+        self.running = dict(running)
+        self._new_server_id = new_server_id
+        self.leaving = dict(leaving or {})
+        self._free: dict[Kind, list[Capacity]] = {}
+        for server in self.servers:
+            if server.free:
+                self._free.setdefault(server.kind, []).append(server)
+        self.launched: list[NewServer] = []
+        self.evicted: list[str] = []
+        self._kept: list[tuple[str, Hold]] = []
+        """Servers that are still to be started for others: engine, for whom."""
+
+    def place(self, demand: Demand) -> tuple[Placement, ...] | Shortage:
+        """All of a job's slots, taken; or why not, with nothing changed."""
+        before: dict[str, tuple[Capacity, Capacity]] = {}
+        started = len(self.launched)
+        placements: list[Placement] = []
+        for need in demand.needs:
+            server = self._find(need, demand) or self._launch(need, demand)
+            if isinstance(server, Obstacle):
+                self._undo(before.values(), started)
+                return Shortage(need, sum(other.key == need.key for other in demand.needs), server)
+            if server.server_id not in before:
+                before[server.server_id] = (server, server.copy())
+            placements.append(Placement(need, server.server_id, server.take(need, demand)))
+        for kind in {(need.role, need.base_model) for need in demand.needs}:
+            self._free[kind] = [server for server in self._free.get(kind, ()) if server.free]
+        return tuple(placements)
+
+    def make_room(self, demand: Demand, shortage: Shortage) -> None:
+        """Mark an idle server to stop where a limit on servers is what keeps a job waiting."""
+        if not self.limits.can_launch:
+            return
+        engine = shortage.obstacle.engine
+        coming = [name for name, count in self.leaving.items() if count > 0 and engine in ("", name)]
+        if coming:
+            # Room is being made; one more stop for each look would empty the cluster.
+            self.leaving[coming[0]] -= 1
+            return
+        for line in self._free.values():
+            for server in line:
+                fits = server.idle and server.hold is None and engine in ("", server.options.engine)
+                if fits and not any(map(server.suits, demand.needs)):
+                    line.remove(server)
+                    self.servers.remove(server)
+                    self.evicted.append(server.server_id)
+                    return
+
+    def keep(self, engine: str, hold: Hold) -> None:
+        """Leave room for a server of an engine to be started for a job."""
+        self._kept.append((engine, hold))
+
+    def _find(self, need: Need, demand: Demand) -> Capacity | None:
+        fitting = [
+            server
+            for server in self._free.get((need.role, need.base_model), ())
+            if server.accepts(need, demand.job_id) and not server.keeps_from(need, demand.limit_s)
+        ]
+        # Fill what is loaded and nearly full first, so that empty servers stay empty and can be stopped.
+        return min(fitting, key=lambda server: (not server.ready, len(server.free)), default=None)
+
+    def _launch(self, need: Need, demand: Demand) -> Capacity | Obstacle:
+        """A new server for this need, or what forbids one."""
+        obstacle = self._obstacle(need, demand)
+        if obstacle is not None:
+            return obstacle
+        slots = self.limits.slots_of(need.role, need.options)
+        server = Capacity(
+            self._new_server_id(), *need.key, free=list(range(slots)), launched=True, ready=False
+        )
+        self.servers.append(server)
+        self._free.setdefault(server.kind, []).append(server)
+        self.launched.append(NewServer(server.server_id, *need.key, slots))
+        engine = need.options.engine
+        self.running[engine] = self.running.get(engine, 0) + 1
+        return server
+
+    def _obstacle(self, need: Need, demand: Demand) -> Obstacle | None:
+        limit = self._limit(need, demand)
+        if limit is None:
+            return None
+        beside = self._free.get((need.role, need.base_model), ())
+        held = any(server.hold is not None and server.accepts(need, demand.job_id) for server in beside)
+        return _kept_for() if held else limit
+
+    def _limit(self, need: Need, demand: Demand) -> Obstacle | None:
+        """What forbids a new server."""
+        limits, engine = self.limits, need.options.engine
+        if not limits.can_launch:
+            return Obstacle("no registered server has them free")
+        engine_limit = limits.max_engine_servers.get(engine)
+        of_engine, of_all = self.running.get(engine, 0), sum(self.running.values())
+        if engine_limit is not None and of_engine >= engine_limit:
+            return Obstacle(f"the limit max_engine_servers[{engine}]={engine_limit} is reached", engine)
+        if of_all >= limits.max_servers:
+            return Obstacle(f"the limit max_servers={limits.max_servers} is reached")
+        kept = [(of, hold) for of, hold in self._kept if not hold.lends(demand.limit_s)]
+        same = sum(of == engine for of, _ in kept)
+        if same and engine_limit is not None and of_engine + same >= engine_limit:
+            return _kept_for()
+        if kept and of_all + len(kept) >= limits.max_servers:
+            return _kept_for()
+        return None
+
+    def _undo(self, before: Iterable[tuple[Capacity, Capacity]], started: int) -> None:
+        for server, copy in before:
+            server.restore(copy)
+        for new in self.launched[started:]:
+            kind = (new.role, new.base_model)
+            self._free[kind] = [server for server in self._free[kind] if server.server_id != new.server_id]
+            self.servers = [server for server in self.servers if server.server_id != new.server_id]
+            self.running[new.options.engine] -= 1
+        del self.launched[started:]
+
+
+def _kept_for() -> Obstacle:
+    # Without its name: it may be another project's.
+    text = "what is free is kept for a job that waits for more; jobs with a short max_duration may go before"
+    return Obstacle(text)

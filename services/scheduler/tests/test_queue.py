@@ -1,0 +1,252 @@
+"""Priorities, quotas, limits and reservations through the whole service."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from opentinker_kit.auth import AuthPolicy, Principal
+from opentinker_kit.clock import ManualClock
+from opentinker_kit.settings import read_secret
+from opentinker_kit.testing import wait_until
+from opentinker_scheduler.bootstrap import access_table
+from opentinkerapi.run.v1 import run_pb2, run_service_pb2
+from opentinkerapi.runtime.errors import OpenTinkerError, QuotaExceeded, from_rpc_error, from_status_data
+from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.status import decode
+from opentinkerapi.scheduler.v1 import job_pb2
+from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
+
+QUEUED, RUNNING, FAILED = (
+    job_pb2.JOB_STATE_QUEUED,
+    job_pb2.JOB_STATE_RUNNING,
+    job_pb2.JOB_STATE_FAILED,
+)
+
+
+async def refused(call: Any) -> OpenTinkerError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def cancel(rig: Any, job: job_pb2.Job) -> None:
+    await rig.jobs.CancelJob(pb.CancelJobRequest(name=job.name, request_id=f"cancel-{job.name}"))
+
+
+async def says(rig: Any, job: job_pb2.Job, *words: str) -> None:
+    """The job says what it waits for."""
+
+    async def told() -> bool:
+        reason = (await rig.job(job.name)).state_reason
+        return all(word in reason for word in words)
+
+    await wait_until(told, what=f"{job.name} says {words}")
+
+
+async def test_who_is_urgent_goes_first(start_rig: Any) -> None:
+    rig = await start_rig(max_servers=1, trainer_slots=1, default_tenant={"max_priority": 5})
+    first = await rig.create_job()
+    await rig.until(first.name, RUNNING)
+    jobs = [await rig.create_job(priority=priority) for priority in (-3, 0, 5)]
+    assert [job.priority for job in jobs] == [-3, 0, 5]
+    for job, position in zip(jobs, (3, 2, 1), strict=True):
+        await wait_until(lambda job=job, at=position: _position(rig, job, at), what=f"{position}")
+    await cancel(rig, first)
+    for job in reversed(jobs):
+        await rig.until(job.name, RUNNING)
+        await cancel(rig, job)
+
+
+async def _position(rig: Any, job: job_pb2.Job, position: int) -> bool:
+    return (await rig.job(job.name)).queue_position == position
+
+
+async def test_a_quota_makes_wait_and_is_named(start_rig: Any, make_slot: Any, make_job: Any) -> None:
+    rig = await start_rig(default_tenant={"max_slots": 3, "max_jobs": 3})
+    first = await rig.create_job(make_slot(count=2))
+    await rig.until(first.name, RUNNING)
+    second = await rig.create_job(make_slot(count=2))
+    await says(rig, second, "project default holds 2 of its quota max_slots=3", "takes 2 more")
+    small = await rig.create_job()
+    await rig.until(small.name, RUNNING)
+    error = await refused(rig.create_job())
+    assert isinstance(error, QuotaExceeded)
+    assert "max_jobs is 3" in error.message
+    await cancel(rig, first)
+    await rig.until(second.name, RUNNING)
+    error = await refused(rig.create_job(make_slot(count=4)))
+    assert "max_slots of project default is 3" in error.message
+    assert error.violations[0][0] == "job.slots"
+    error = await refused(rig.create_job(priority=1))
+    assert "max_priority of project default is 0" in error.message
+
+
+async def test_gpu_seconds_of_a_day(start_rig: Any) -> None:
+    clock = ManualClock()
+    tenant = {"max_gpu_seconds_a_day": 100.0}
+    settings = {"default_tenant": tenant, "engine_gpus": {"noop": 4}, "trainer_slots": 8}
+    # A shared slot counts as half a GPU of its server's four.
+    rig = await start_rig({"clock": clock}, **settings)
+    first = await rig.create_job()
+    await rig.until(first.name, RUNNING)
+    await clock.advance(199.0)
+    second = await rig.create_job()
+    await rig.until(second.name, RUNNING)
+    await cancel(rig, first)
+    await clock.advance(3.0)
+    third = await rig.create_job()
+    await says(rig, third, "project default used", "max_gpu_seconds_a_day=100", "00:00 UTC")
+    # Who runs goes on; with the next day the others start.
+    assert (await rig.job(second.name)).state == RUNNING
+    await clock.advance(86400.0 - 202.0)
+    await rig.renew(third.name)
+    await rig.until(third.name, RUNNING)
+    job = await rig.job(first.name)
+    assert job.held_duration.seconds == 199
+    assert not job.HasField("grant_time")
+
+
+async def test_a_time_limit_ends_a_job_and_frees_its_slots(start_rig: Any, make_job: Any) -> None:
+    rig = await start_rig(max_servers=1, trainer_slots=1)
+    job = await rig.create_job(max_duration=Duration(seconds=1))
+    waiting = await rig.create_job()
+    ended = await rig.until(job.name, FAILED)
+    error = from_status_data(decode(ended.error))
+    assert error.reason == Reason.TIME_LIMIT
+    assert isinstance(error, TimeoutError)
+    assert "max_duration is 1 s" in ended.error.message
+    assert ended.held_duration.ToTimedelta().total_seconds() >= 1
+    await rig.until(waiting.name, RUNNING)
+    error = await refused(rig.create_job(max_duration=Duration(seconds=-5)))
+    assert (error.reason, error.violations[0][0]) == (Reason.INVALID_FIELD, "job.max_duration")
+
+
+async def test_the_cluster_has_a_time_limit_for_those_who_name_none(start_rig: Any, make_slot: Any) -> None:
+    rig = await start_rig(behavior="silent", job_max_duration_s=3600.0)
+    assert (await rig.create_job()).max_duration.seconds == 3600
+    assert (await rig.create_job(max_duration=Duration(seconds=7200))).max_duration.seconds == 7200
+    detached = await rig.create_job(
+        make_slot(job_pb2.SLOT_ROLE_INFERENCE),
+        kind=job_pb2.JOB_KIND_INFERENCE,
+        on_client_loss=job_pb2.ON_CLIENT_LOSS_DETACH,
+    )
+    assert not detached.HasField("max_duration")
+
+
+async def test_a_job_that_makes_no_progress_ends(start_rig: Any) -> None:
+    clock = ManualClock()
+    rig = await start_rig({"clock": clock})
+    idle = await rig.create_job(idle_limit=Duration(seconds=60))
+    busy = await rig.create_job(idle_limit=Duration(seconds=60))
+    for job in (idle, busy):
+        await rig.until(job.name, RUNNING)
+    made = await rig.runs.CreateRun(
+        run_service_pb2.CreateRunRequest(request_id="run", run=run_pb2.Run(job=busy.name))
+    )
+    await clock.advance(45.0)
+    row = run_pb2.MetricsRow(step=1, values={"reward": 0.5})
+    await rig.runs.AppendMetrics(run_service_pb2.AppendMetricsRequest(run=made.run.name, rows=[row]))
+    await clock.advance(20.0)
+    ended = await rig.until(idle.name, FAILED)
+    assert decode(ended.error).reason == Reason.IDLE_LIMIT
+    assert "idle_limit is 60 s" in ended.error.message
+    assert (await rig.job(busy.name)).state == RUNNING
+
+
+async def test_slots_are_kept_for_a_large_job(start_rig: Any, make_slot: Any) -> None:
+    rig = await start_rig(max_servers=1, trainer_slots=4, reserve_after_s=0.5)
+    first = await rig.create_job()
+    await rig.until(first.name, RUNNING)
+    large = await rig.create_job(make_slot(count=4))
+    await says(rig, large, "waiting for 4 trainer slots")
+    # While it has just come, nobody waits for it; then the rest is kept.
+    early = await rig.create_job()
+    await rig.until(early.name, RUNNING)
+
+    async def kept() -> bool:
+        small = await rig.create_job()
+        await wait_until(lambda: _knows(rig, small), what="the small one knows its place")
+        return "kept for a job" in (await rig.job(small.name)).state_reason
+
+    await wait_until(kept, what="slots are kept")
+    for job in (await rig.jobs.ListJobs(pb.ListJobsRequest(states=[RUNNING]))).jobs:
+        await cancel(rig, job)
+    await rig.until(large.name, RUNNING)
+
+
+async def _knows(rig: Any, job: job_pb2.Job) -> bool:
+    seen = await rig.job(job.name)
+    return seen.state != QUEUED or seen.queue_position > 0
+
+
+async def test_a_job_gives_way_and_goes_on_where_it_was(start_rig: Any, make_slot: Any) -> None:
+    rig = await start_rig(
+        max_servers=1,
+        trainer_slots=2,
+        default_tenant={"max_priority": 1},
+        preemption=True,
+        preempt_after_s=0.0,
+    )
+    humble = await rig.create_job(make_slot(count=2))
+    await rig.until(humble.name, RUNNING)
+    equal = await rig.create_job()
+    urgent = await rig.create_job(priority=1)
+    await rig.until(urgent.name, RUNNING)
+    # The other slot of the server is for whoever is first; the one that gave way keeps its old place.
+    seen = await rig.job(humble.name)
+    assert seen.state in (job_pb2.JOB_STATE_PREEMPTED, QUEUED)
+    assert "release" in str(rig.told((await rig.servers())[0]))
+    await rig.until(equal.name, RUNNING)
+    await cancel(rig, equal)
+    await cancel(rig, urgent)
+    again = await rig.until(humble.name, RUNNING)
+    assert again.attempt == 2
+
+
+class Projects(AuthPolicy):
+    """The usual keys; whose call it is, a header says."""
+
+    def authorize(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
+        pairs = list(metadata)
+        principal = super().authorize(method, pairs)
+        project = dict(pairs).get("x-project", principal.project)
+        return replace(principal, project=str(project))
+
+
+async def create_for(rig: Any, project: str, job: job_pb2.Job) -> str:
+    request = pb.CreateJobRequest(request_id=rig.request_id(), job=job)
+    response = await rig.jobs.CreateJob(request, metadata=(("x-project", project),))
+    return str(response.job.name)
+
+
+async def test_projects_hold_by_weight_however_many_jobs_they_queue(
+    start_rig: Any, keys: dict[str, Path], make_job: Any
+) -> None:
+    secrets = [read_secret(keys[f"{name}_key_file"]) for name in ("bootstrap", "service")]
+    auth = Projects(*secrets, access_table())
+    tenants = {"heavy": {"weight": 3.0}, "light": {"max_jobs": 14}}
+    rig = await start_rig({"auth": auth}, max_servers=1, trainer_slots=4, tenants=tenants)
+    flood = [await create_for(rig, "light", make_job()) for _ in range(14)]
+    for name in flood[:4]:
+        await rig.until(name, RUNNING)
+    error = await refused(create_for(rig, "light", make_job()))
+    assert "project light has 14 jobs" in error.message
+    # Nobody is stopped for who comes later, but each slot that gets free goes to the smaller share.
+    late = [await create_for(rig, "heavy", make_job()) for _ in range(5)]
+    first = await rig.job(late[0])
+    assert (first.project, first.state) == ("heavy", QUEUED)
+    await wait_until(lambda: _position(rig, first, 1), what="it is ahead of the ten that came before it")
+    for number in range(3):
+        await cancel(rig, await rig.job(flood[number]))
+        await rig.until(late[number], RUNNING)
+    # Three to one: from now on each is followed by its own.
+    await cancel(rig, await rig.job(flood[3]))
+    await rig.until(flood[4], RUNNING)
+    await cancel(rig, await rig.job(late[0]))
+    await rig.until(late[3], RUNNING)
+    assert (await rig.job(flood[5])).state == QUEUED
