@@ -11,7 +11,7 @@ import structlog
 
 from opentinker_kit.auth import AuthPolicy
 from opentinker_kit.blob_keys import blob_key
-from opentinker_kit.clock import Clock, SteadyClock
+from opentinker_kit.clock import Clock, SteadyClock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
 from opentinker_kit.files import make_key_file
@@ -109,7 +109,8 @@ class Scheduler:
         self._retention = Retention(self._clock, grace=timedelta(seconds=settings.deletion_grace_s))
         self._sessions = Sessions()
         self._watchers = JobWatchers(self.database)
-        self._tokens = JobTokens(TokenSigner(_token_secret(settings)), self._clock)
+        # By the machine's clock, which is what other servers have to tell that a token is old.
+        self._tokens = JobTokens(TokenSigner(_token_secret(settings)), clock or SystemClock())
         self._keys = KeyRing(self.database, self._clock)
         self._audit = AuditLog(
             self.database,
