@@ -123,14 +123,13 @@ class World:
             kind: Any = kinds[method.client_streaming, method.server_streaming]
             call = kind(path, lambda message: message.SerializeToString(), response_class.FromString)
             given: Any = iter(requests) if method.client_streaming else requests[0]
+            running = call(given, metadata=metadata, timeout=20.0)
             try:
-                running = call(given, metadata=metadata, timeout=20.0)
                 answer = await (running.read() if method.server_streaming else running)
             except grpc.RpcError as error:
                 return str(from_rpc_error(error).reason), ""
             finally:
-                with contextlib.suppress(UnboundLocalError):
-                    running.cancel()
+                running.cancel()
         return "OK", "" if answer is grpc.aio.EOF else str(answer)
 
 
