@@ -78,3 +78,17 @@ def test_the_scheduler_address_is_read_again_each_time(tmp_path: Path) -> None:
     assert settings.resolve_scheduler_address() == "127.0.0.1:2"
     with pytest.raises(ValueError, match="scheduler_address"):
         Settings().resolve_scheduler_address()
+
+
+@pytest.mark.parametrize("missing", ["service_key_file", "bootstrap_key_file", "scheduler_address"])
+def test_job_tokens_cannot_be_required_without_who_knows_them(tmp_path: Path, missing: str) -> None:
+    values = {
+        "service_key_file": tmp_path / "service.key",
+        "bootstrap_key_file": tmp_path / "bootstrap.key",
+        "scheduler_address": "127.0.0.1:1",
+    }
+    ServerSettings(require_job_tokens=True, **values)  # type: ignore[arg-type]
+    del values[missing]
+    with pytest.raises(ValueError, match=missing):
+        ServerSettings(require_job_tokens=True, **values)  # type: ignore[arg-type]
+    ServerSettings(**values)  # type: ignore[arg-type]
