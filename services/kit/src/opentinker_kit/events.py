@@ -263,6 +263,7 @@ async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=_RETRY_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _close(client: Client) -> None:
