@@ -12,7 +12,7 @@ import opentinker as ot
 from scripts.evidence_cases import Progress
 from scripts.warmed_up import GAIN, SEEDS, learn
 
-STEPS = 30
+STEPS = 10
 
 
 def run(progress: Progress) -> dict[str, object]:

@@ -201,3 +201,23 @@ async def test_the_null_bus_takes_everything_and_says_nothing() -> None:
     with pytest.raises(TimeoutError):
         await take(bus.subscribe("opentinker.v1.>"), 1, within_s=0.1)
     await bus.close()
+
+
+async def test_closing_ends_although_a_cancellation_is_lost(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncio.wait_for` of Python 3.11 forgets it where an answer comes in the same moment."""
+    async with bus_at(nats_server.url) as bus:
+        await wait_until(lambda: bus.connected)
+        waiting = asyncio.Event()
+
+        async def answered_just_then(*_: object, **__: object) -> None:
+            waiting.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+        monkeypatch.setattr(bus, "_publish", answered_just_then)
+        await bus.publish(job("a"))
+        await waiting.wait()
+        async with asyncio.timeout(10):
+            await bus.close()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,5 +136,5 @@ def prompt_scores(event: inference_service_pb2.PromptLogprobs) -> Floats:
     return unpack_floats(event.logprobs)
 
 
-def _table(tensor: tensor_pb2.Tensor) -> NDArray[np.int32] | NDArray[np.float32] | None:
+def _table(tensor: tensor_pb2.Tensor) -> NDArray[Any] | None:
     return unpack(tensor) if tensor.shape else None

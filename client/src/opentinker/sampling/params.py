@@ -122,9 +122,9 @@ class SamplingParams:
             )
             if (value := getattr(self, name)) is not None
         }
-        schema = self.json_schema
+        schema = "" if self.json_schema is None else self.json_schema
         return sampling_pb2.SamplingParams(
-            json_schema=schema if isinstance(schema, str) or schema is None else json.dumps(schema),
+            json_schema=schema if isinstance(schema, str) else json.dumps(schema),
             include_stop_in_output=self.include_stop_in_output,
             top_logprobs=self.top_logprobs,
             raw_logprobs=self.raw_logprobs,

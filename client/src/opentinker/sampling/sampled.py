@@ -94,6 +94,7 @@ class Sampled(ABC):
         n: int = 1,
         seed: int | None = None,
         version: int | None = None,
+        conversation: str = "",
         on_swap: OnSwap = "drain",
     ) -> AsyncGenerator[Delta | Completion, None]:
         """Tokens and text as they are sampled, and each completion after its last delta. From any loop."""
@@ -104,6 +105,7 @@ class Sampled(ABC):
             n=n,
             seed=seed,
             request_id=f"stream-{uuid.uuid4().hex}",
+            conversation=conversation,
             on_swap=on_swap,
         )
         async for event in self.portal.relay(source):

@@ -151,9 +151,7 @@ class NatsEventBus:
                     log.warning("an event cannot be read", subject=message.subject)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _end(self._tasks)
         await _close(self._client)
 
     async def _connect(self) -> None:
@@ -254,6 +252,18 @@ class NatsEventBus:
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 log.debug("event subscription is renewed", durable=durable, error=repr(error))
                 await asyncio.sleep(_RETRY_S)
+
+
+async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Cancel tasks until they have ended. One cancellation may not be enough: `asyncio.wait_for`, with which
+    the library waits, loses it in Python 3.11 where what it waits for comes in the same moment.
+    """
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_RETRY_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _close(client: Client) -> None:

@@ -218,7 +218,8 @@ class Registration:
             )
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await self._changed.wait()
 
     def _extend(self, ttl_s: float) -> None:
         self._last_seen = self._clock.monotonic()

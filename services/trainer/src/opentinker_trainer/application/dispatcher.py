@@ -216,7 +216,8 @@ class Dispatcher:
     async def _mark(self, policy: HeldPolicy, running: Running, ended: asyncio.Event) -> None:
         """Mark an operation that takes long, and clear the mark when it has ended."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), _MARK_AFTER_S)
+            async with asyncio.timeout(_MARK_AFTER_S):
+                await ended.wait()
         with contextlib.suppress(ServiceError):
             if not ended.is_set():
                 await self._store.mark_running(policy.name, running)

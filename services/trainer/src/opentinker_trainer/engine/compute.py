@@ -178,7 +178,7 @@ class _Pass(Generic[PartT]):
         raise NotImplementedError
 
 
-class ForwardPass(_Pass[_TokenArrays]):
+class ForwardPass(_Pass[tuple[_TokenArrays, float]]):
     """Logprobs and entropy at the loss tokens of each sample, without gradients."""
 
     def __init__(
@@ -197,13 +197,15 @@ class ForwardPass(_Pass[_TokenArrays]):
         with torch.no_grad():
             self._scorer.score(self._view, cut, self._columns)
 
-    def _run(self, cut: Layout) -> _TokenArrays:
+    def _run(self, cut: Layout) -> tuple[_TokenArrays, float]:
         with torch.no_grad():
-            return _TokenArrays.of(self._scorer.score(self._view, cut, self._columns))
+            result = self._scorer.score(self._view, cut, self._columns)
+        return _TokenArrays.of(result), float(result.entropy.double().sum())
 
-    def _add(self, cut: Layout, part: _TokenArrays) -> None:
-        self._scores.put(self._columns.positions(cut), part)
-        add_metric(self._metrics, "actor/entropy", float(part.entropy.sum(dtype=np.float64)), len(cut.tokens))
+    def _add(self, cut: Layout, part: tuple[_TokenArrays, float]) -> None:
+        scores, entropy = part
+        self._scores.put(self._columns.positions(cut), scores)
+        add_metric(self._metrics, "actor/entropy", entropy, len(cut.tokens))
 
     def finish(self) -> ForwardOutput:
         """The result, once every slice has run."""
@@ -256,7 +258,9 @@ class BackwardPass(_Pass[tuple[_TokenArrays, BackwardOutput]]):
 
     def _run(self, cut: Layout) -> tuple[_TokenArrays, BackwardOutput]:
         result = self._score(cut)
-        part = empty_part(self._components)
+        # Large gradients go straight into the pass's own: nothing runs beside them.
+        gradients = {} if self._view.side_by_side else self._output.gradients
+        part = empty_part(self._components, gradients)
         add_losses(cut, self._samples, self._columns, self._components, result, self._view, part)
         part.trained_tokens = len(cut.tokens)
         return _TokenArrays.of(result), part

@@ -1,7 +1,7 @@
 """Threads that run micro-batches side by side, each with its share of the cores.
 
 Two threads that compute a micro-batch each wait for one another once a micro-batch; two that share every
-matrix product wait a thousand times, and are idle wherever an operation is too small to be shared. How many
+operation wait after each of them, and one is idle wherever an operation is too small to be shared. How many
 threads compute a result decides its last bits: a lane always has the same number.
 """
 

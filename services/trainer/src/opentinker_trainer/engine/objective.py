@@ -81,18 +81,19 @@ def add_losses(
         view.differentiate(term, output.gradients.setdefault(bucket, {}), keep_graph=number + 1 < len(terms))
 
 
-def empty_part(components: Sequence[Component]) -> BackwardOutput:
-    """Of a micro-batch of which nothing is computed yet."""
-    return BackwardOutput({component.name: (0.0, 0.0) for component in components}, {}, [], {}, 0)
+def empty_part(components: Sequence[Component], gradients: dict[str, Gradient]) -> BackwardOutput:
+    """Of a micro-batch of which nothing is computed yet; its gradients will be added to `gradients`."""
+    return BackwardOutput({component.name: (0.0, 0.0) for component in components}, gradients, [], {}, 0)
 
 
 def add_part(part: BackwardOutput, output: BackwardOutput) -> None:
-    """Add a micro-batch's sums, gradient and metrics to those of its pass."""
+    """Add a micro-batch's sums, metrics and, where it has one of its own, gradient to those of its pass."""
     for name, (total, _) in part.loss_sums.items():
         done, count = output.loss_sums[name]
         output.loss_sums[name] = (done + total, count)
-    for bucket, gradient in part.gradients.items():
-        accumulate(gradient, output.gradients.setdefault(bucket, {}))
+    if part.gradients is not output.gradients:
+        for bucket, gradient in part.gradients.items():
+            accumulate(gradient, output.gradients.setdefault(bucket, {}))
     for name, (total, weight) in part.metrics.items():
         add_metric(output.metrics, name, total, weight)
     output.trained_tokens += part.trained_tokens
