@@ -96,6 +96,7 @@ async def serve(folder: Path, servers: int, slots: int, reserve_after_s: float) 
         job_lease_s=24 * 3600.0,
         reserve_after_s=reserve_after_s,
         idle_stop_s=3600.0,
+        stop_servers_on_exit=False,
         log_level="warning",
     )
     configure_logging(settings, "scheduler")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import opentinker as ot
 from opentinker import errors
 from opentinker.connection import stack, tokenizers
 from opentinker.connection.portal import Portal
+from opentinker.connection.specs import policy_jobs
 from opentinker.sampling import identity
 from opentinker.sampling.meter import covered
 from opentinkerapi.runtime.errors import CLASSES
@@ -47,6 +49,23 @@ def test_jobs_end_with_their_cluster(doubles: World) -> None:
     doubles.cluster.create_policy("tiny").result()
     doubles.portal.run(doubles.cluster.leave(failed=False))
     assert [job.state for job in doubles.scheduler.jobs.values()] == [job_pb2.JOB_STATE_SUCCEEDED]
+
+
+def test_a_job_says_how_urgent_it_is_and_how_long_it_takes(doubles: World) -> None:
+    wanted = ot.JobOptions(priority=3, max_duration=timedelta(hours=2), idle_limit=timedelta(minutes=5))
+    doubles.cluster.create_policy("tiny", job=wanted).result()
+    (asked,) = doubles.scheduler.jobs.values()
+    learning, sampling = policy_jobs(
+        "tiny", ot.LoRA(), None, None, wanted, name="", run="", serve=False, supervised=False
+    )
+    assert sampling is not None
+    for job in (asked, learning, sampling):
+        assert (job.priority, job.max_duration.ToTimedelta()) == (3, timedelta(hours=2))
+    assert asked.idle_limit.ToTimedelta() == timedelta(minutes=5)
+    # What only samples makes no progress: the scheduler would refuse it.
+    assert not sampling.HasField("idle_limit")
+    with pytest.raises(errors.InvalidArgument, match="max_duration"):
+        ot.JobOptions(max_duration=timedelta())
 
 
 def test_a_job_that_waits_is_waited_for(doubles: World) -> None:

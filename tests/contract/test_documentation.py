@@ -69,9 +69,11 @@ def test_each_reason_has_one_status_and_one_exception(reason: Reason) -> None:
 def test_each_reason_has_a_place_where_it_comes_from() -> None:
     documented = {reason for method in METHODS for reason in method.errors}
     in_a_resource = {  # in the `error` of a job or an operation, or in a server's log
+        "IDLE_LIMIT",
         "LAUNCH_FAILED",
         "POISONED",
         "REPLAY_DIVERGED",
+        "TIME_LIMIT",
     }
     for_later_rpcs = {"GROUP_NOT_FOUND"}
     from_any_call = {

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     )
     from opentinker.training.samples import TrainSample, TrainSamples
     from opentinker.training.token_losses import KL, CrossEntropy, Distillation, Entropy, Registered, Value
-    from opentinker.training.tuning import AdamW, Full, LoRA, ServerOptions
+    from opentinker.training.tuning import AdamW, Full, JobOptions, LoRA, ServerOptions
 
 __version__ = "0.1.0.dev0"
 
@@ -142,7 +142,7 @@ _HOMES = {
     "training.episodes": ("train_samples",),
     "training.samples": ("TrainSample", "TrainSamples"),
     "training.token_losses": ("KL", "CrossEntropy", "Distillation", "Entropy", "Registered", "Value"),
-    "training.tuning": ("AdamW", "Full", "LoRA", "ServerOptions"),
+    "training.tuning": ("AdamW", "Full", "JobOptions", "LoRA", "ServerOptions"),
 }
 _MODULES = {
     "advantages": "training.advantages",
@@ -196,6 +196,7 @@ __all__ = [
     "IcePop",
     "Image",
     "ImportanceSampling",
+    "JobOptions",
     "KLPenalty",
     "Limits",
     "LoRA",

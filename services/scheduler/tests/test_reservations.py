@@ -106,6 +106,7 @@ def test_small_jobs_run_in_the_holes(limit_s: float | None, slots: int, starts: 
     if not starts:
         told = {job: reason for job, _, reason in made.waiting()}
         assert "kept for a job" in told["small"]
+        assert told["large"].startswith("waiting for 6 trainer slots of m on noop: ")
         assert told["large"].endswith("; slots are kept for it, enough within 2 min")
 
 

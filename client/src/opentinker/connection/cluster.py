@@ -25,7 +25,7 @@ from opentinker.connection.runs import RunRecord
 from opentinker.connection.specs import policy_jobs
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
-from opentinker.training.tuning import LoRA, ServerOptions, Tuning
+from opentinker.training.tuning import JobOptions, LoRA, ServerOptions, Tuning
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -98,6 +98,7 @@ class Cluster:
         from_weights: str | Path | None = None,
         trainer: ServerOptions | None = None,
         inference: ServerOptions | None = None,
+        job: JobOptions | None = None,
         request_id: str | None = None,
         run: str = "",
         beside: Policy | None = None,
@@ -111,9 +112,9 @@ class Cluster:
         machine, an adapter as PEFT saves it (rank, alpha and target modules are then the adapter's) or, for
         Full(), a model as transformers saves it. `beside`: in the job of that policy instead, on the same
         servers (a critic, a teacher). `serve=False`: the job has a trainer slot only, and a second job takes
-        an inference slot when the policy is first sampled. `supervised`: the job is one of supervised tuning,
-        for who looks at the queue. Raises UnknownModel, CannotBeSatisfied and others for what the cluster can
-        never give.
+        an inference slot when the policy is first sampled. `job`: its priority and limits. `supervised`: the
+        job is one of supervised tuning, for who looks at the queue. Raises UnknownModel, CannotBeSatisfied,
+        QuotaExceeded and others for what the cluster can never give.
         """
         chosen = LoRA() if tuning is None else tuning
         files: Sequence[Path] = ()
@@ -128,14 +129,12 @@ class Cluster:
         identifier = request_id or f"policy-{uuid.uuid4().hex}"
         wanted = _NewPolicy(model, chosen, seed, name, from_checkpoint, files, identifier)
         if beside is not None:
-            if beside.base_model != model or trainer is not None or inference is not None:
-                raise errors.invalid(
-                    "beside",
-                    f"the servers of {beside.name} hold {beside.base_model}; leave trainer and inference out",
-                )
+            if beside.base_model != model or any((trainer, inference, job)):
+                text = f"the servers of {beside.name} hold {beside.base_model}; "
+                raise errors.invalid("beside", f"{text}leave trainer, inference and job out")
             return Pending.of(self.portal, self._add_policy(beside.job, beside.serving, wanted))
         spec, later = policy_jobs(
-            model, chosen, trainer, inference, name=name, run=run, serve=serve, supervised=supervised
+            model, chosen, trainer, inference, job, name=name, run=run, serve=serve, supervised=supervised
         )
         return Pending.of(self.portal, self._create_policy(spec, later, wanted))
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from opentinker.errors import unsupported
-from opentinker.training.tuning import Full, ServerOptions, Tuning
+from opentinker.training.tuning import Full, JobOptions, ServerOptions, Tuning
 from opentinkerapi.scheduler.v1 import job_pb2
 
 
@@ -12,6 +12,7 @@ def policy_jobs(
     tuning: Tuning,
     trainer: ServerOptions | None,
     inference: ServerOptions | None,
+    options: JobOptions | None = None,
     *,
     name: str,
     run: str,
@@ -48,10 +49,14 @@ def policy_jobs(
         slots=[trains, serves] if serve else [trains],
         run=run,
     )
+    chosen = options or JobOptions()
+    chosen.apply(job)
     if serve:
         return job, None
     kind = job_pb2.JOB_KIND_INFERENCE
-    return job, job_pb2.Job(display_name=name, kind=kind, slots=[serves], run=run)
+    later = job_pb2.Job(display_name=name, kind=kind, slots=[serves], run=run)
+    chosen.apply(later)
+    return job, later
 
 
 def _fitting(options: ServerOptions | None, tuning: Tuning) -> ServerOptions:

@@ -20,7 +20,7 @@ from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_lat
 from opentinker.rollout.limits import Limits
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.results import Checkpoint
-from opentinker.training.tuning import AdamW, LoRA, ServerOptions, Tuning
+from opentinker.training.tuning import AdamW, JobOptions, LoRA, ServerOptions, Tuning
 
 CLIP_NORM = 1.0
 
@@ -50,6 +50,7 @@ def fit(
     callbacks: Sequence[Any] = (),
     trainer: ServerOptions | None = None,
     inference: ServerOptions | None = None,
+    job: JobOptions | None = None,
     stop_after_constant: int = 10,
     stop_after_skipped: int = 5,
     logprob_check: float | bool = True,
@@ -66,7 +67,8 @@ def fit(
     of the step (1, 2, 3 ...); the rest of the optimizer is `optimizer` (default: gradient norm clipped at 1).
     The loss is divided by the loss tokens of the whole batch, rows that cannot contribute included, unless
     the algorithm aggregates in another way. `env` is an environment class, played in this process, or the
-    name of a hosted one. Without a `cluster` the innermost open one is used, or an embedded stack is started.
+    name of a hosted one. `job` has the job's priority and limits. Without a `cluster` the innermost open one
+    is used, or an embedded stack is started.
 
     Before its first update the run compares trainer and sampler on tokens of its own first batch and refuses
     to train with LogprobMismatch where their mean logprobs differ by more than 1e-3 (both float32), otherwise

@@ -15,7 +15,7 @@ from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
 from opentinker.training.losses import CrossEntropy
 from opentinker.training.policy import Policy
-from opentinker.training.tuning import AdamW, Full, LoRA, ServerOptions, Tuning
+from opentinker.training.tuning import AdamW, Full, JobOptions, LoRA, ServerOptions, Tuning
 
 LEARNING_RATE = 1e-4
 
@@ -113,6 +113,7 @@ class Plan:
     callbacks: Sequence[Any]
     trainer: ServerOptions | None
     inference: ServerOptions | None
+    job: JobOptions | None
     stop_after_constant: int
     stop_after_skipped: int
     logprob_check: float | bool

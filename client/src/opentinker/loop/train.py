@@ -38,6 +38,7 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             name=plan.name,
             trainer=plan.trainer,
             inference=plan.inference,
+            job=plan.job,
             run=recorder.run,
         )
         await recorder.working_on(policy.job.name)

@@ -62,6 +62,7 @@ async def train(plan: Plan, cluster: Cluster) -> SftResult:
             from_checkpoint=start.checkpoint,
             trainer=plan.trainer,
             inference=plan.inference,
+            job=plan.job,
             run=recorder.run,
             serve=plan.serve,
             supervised=True,

@@ -12,7 +12,7 @@ from opentinker.supervised.batches import BatchSize
 from opentinker.supervised.data import Row
 from opentinker.supervised.encoding import RewrittenHistory, TooLong, TrainOn, check_choices
 from opentinker.training import schedules
-from opentinker.training.tuning import AdamW, ServerOptions, Tuning
+from opentinker.training.tuning import AdamW, JobOptions, ServerOptions, Tuning
 
 LEARNING_RATE = 1e-4
 BATCH_ROWS = 16
@@ -61,6 +61,7 @@ class Plan:
     resume: str
     trainer: ServerOptions | None
     inference: ServerOptions | None
+    job: JobOptions | None
     serve: bool
     stop_after_skipped: int
     progress: bool | None

@@ -24,7 +24,7 @@ from opentinker.supervised.settings import (
     refuse_unknown,
 )
 from opentinker.training.results import Checkpoint
-from opentinker.training.tuning import AdamW, LoRA, ServerOptions, Tuning
+from opentinker.training.tuning import AdamW, JobOptions, LoRA, ServerOptions, Tuning
 
 
 def sft(
@@ -58,6 +58,7 @@ def sft(
     resume: str = "",
     trainer: ServerOptions | None = None,
     inference: ServerOptions | None = None,
+    job: JobOptions | None = None,
     serve: bool = False,
     stop_after_skipped: int = 5,
     progress: bool | None = None,
@@ -85,7 +86,8 @@ def sft(
     `fit()`; `resume` names a run instead and goes on from its last one, given the same data and settings.
 
     The job has a trainer slot; `serve` adds an inference slot. Without it, one is taken when the result is
-    first sampled. Without a `cluster` the innermost open one is used, or an embedded stack is started.
+    first sampled. `job` has its priority and limits. Without a `cluster` the innermost open one is used, or
+    an embedded stack is started.
     """
     plan = _plan(locals())
     chosen = cluster if cluster is not None else active_cluster()

@@ -1,8 +1,9 @@
-"""What of a model is trained, how a step is taken, and what kind of servers do it."""
+"""What of a model is trained, how a step is taken, what kind of servers do it, and how its job waits."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from opentinker.errors import invalid
 from opentinkerapi.catalog.v1 import policy_pb2
@@ -135,3 +136,32 @@ class ServerOptions:
             exclusive=self.exclusive,
             ranks=self.ranks or 0,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """How a job waits for its servers, and for how long it may keep them."""
+
+    priority: int = 0
+    """Jobs with more go first, of all projects. How much a project may ask for is up to the cluster."""
+    max_duration: timedelta | None = None
+    """Longest time that the job may hold servers; then it fails with reason TIME_LIMIT. Jobs that say how
+    long they take may start in slots that are kept for larger ones. None: the cluster's default.
+    """
+    idle_limit: timedelta | None = None
+    """Longest time without metrics, a checkpoint or a published version; then it fails with IDLE_LIMIT."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_duration", "idle_limit"):
+            value = getattr(self, name)
+            if value is not None and value <= timedelta():
+                raise invalid(name, f"must be longer than nothing, not {value}")
+
+    def apply(self, job: job_pb2.Job) -> None:
+        """Write it into a message."""
+        job.priority = self.priority
+        if self.max_duration is not None:
+            job.max_duration.FromTimedelta(self.max_duration)
+        # A job that only samples makes no progress that the scheduler could see.
+        if self.idle_limit is not None and job.kind != job_pb2.JOB_KIND_INFERENCE:
+            job.idle_limit.FromTimedelta(self.idle_limit)

@@ -251,7 +251,7 @@ class CatalogServiceServicer(object):
     def CreateDeployment(self, request, context):
         """CreateDeployment serves a model under a name, in an inference job of its own that needs no client. It is recorded
         at once and answers once its state is SERVING.
-        Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -280,7 +280,7 @@ class CatalogServiceServicer(object):
         """PromoteDeployment serves other weights of the same base model under the name, from the next request on; requests
         that run end with what they began with. The same model again changes nothing but gives a failed deployment a new
         job.
-        Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -289,7 +289,7 @@ class CatalogServiceServicer(object):
 
     def RollBackDeployment(self, request, context):
         """RollBackDeployment serves again what was served before; once more goes back further.
-        Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

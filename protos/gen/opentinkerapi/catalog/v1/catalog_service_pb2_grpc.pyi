@@ -83,7 +83,7 @@ class CatalogServiceStub:
     CreateDeployment: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.CreateDeploymentRequest, _catalog_service_pb2.CreateDeploymentResponse]
     """CreateDeployment serves a model under a name, in an inference job of its own that needs no client. It is recorded
     at once and answers once its state is SERVING.
-    Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+    Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
     Retry: safe with the same request_id.
     """
     GetDeployment: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.GetDeploymentRequest, _catalog_service_pb2.GetDeploymentResponse]
@@ -100,12 +100,12 @@ class CatalogServiceStub:
     """PromoteDeployment serves other weights of the same base model under the name, from the next request on; requests
     that run end with what they began with. The same model again changes nothing but gives a failed deployment a new
     job.
-    Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+    Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
     Retry: safe with the same request_id.
     """
     RollBackDeployment: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.RollBackDeploymentRequest, _catalog_service_pb2.RollBackDeploymentResponse]
     """RollBackDeployment serves again what was served before; once more goes back further.
-    Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+    Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
     Retry: safe with the same request_id.
     """
     DeleteDeployment: _aio.UnaryUnaryMultiCallable[_catalog_service_pb2.DeleteDeploymentRequest, _catalog_service_pb2.DeleteDeploymentResponse]
@@ -266,7 +266,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_catalog_service_pb2.CreateDeploymentResponse]:
         """CreateDeployment serves a model under a name, in an inference job of its own that needs no client. It is recorded
         at once and answers once its state is SERVING.
-        Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Errors: INVALID_FIELD, UNKNOWN_MODEL, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, ALREADY_REGISTERED, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
 
@@ -301,7 +301,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         """PromoteDeployment serves other weights of the same base model under the name, from the next request on; requests
         that run end with what they began with. The same model again changes nothing but gives a failed deployment a new
         job.
-        Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Errors: DEPLOYMENT_NOT_FOUND, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, UNKNOWN_MODEL, INVALID_FIELD, UNSUPPORTED_COMBINATION, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
 
@@ -312,7 +312,7 @@ class CatalogServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_catalog_service_pb2.RollBackDeploymentRequest, _abc.Awaitable[_catalog_service_pb2.RollBackDeploymentResponse]],
     ) -> _abc.Awaitable[_catalog_service_pb2.RollBackDeploymentResponse]:
         """RollBackDeployment serves again what was served before; once more goes back further.
-        Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED.
+        Errors: DEPLOYMENT_NOT_FOUND, INVALID_STATE, POLICY_NOT_FOUND, VERSION_NOT_FOUND, CHECKPOINT_NOT_FOUND, CANNOT_BE_SATISFIED, MISSING_DEPENDENCY, REQUEST_ID_REUSED, QUOTA_EXCEEDED.
         Retry: safe with the same request_id.
         """
 

@@ -129,8 +129,8 @@ class Placing:
             midnight = datetime.combine(now.date(), time(), now.tzinfo)
             for job in placed:
                 since = max(job.grant_time or now, midnight)
-                seconds = job.cost_gpus * (now - since).total_seconds()
-                spent[job.project] = spent.get(job.project, 0.0) + seconds
+                seconds = max(0.0, (now - since).total_seconds())
+                spent[job.project] = spent.get(job.project, 0.0) + job.cost_gpus * seconds
         return Shares(tenants, Cost(float(slots), float(gpus)), held, spent)
 
     def _demands(

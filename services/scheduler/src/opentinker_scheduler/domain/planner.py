@@ -117,7 +117,7 @@ class _Planning:
         self._limits = cluster.limits
         self._cluster = cluster
         self._started: list[Tenure] = []
-        self._failed: dict[Hashable, str] = {}
+        self._failed: dict[tuple[Hashable, ...], str] = {}
 
     def restore(self, demand: Demand) -> None:
         """Give a job back what it lost."""
@@ -132,7 +132,7 @@ class _Planning:
         """Go through the queue, fairest first, until nobody else can get anything."""
         order = FairOrder(queue, self._cluster.shares)
         waiting: list[Demand] = []
-        untried, kept = set(map(self._likeness, queue)), 0
+        untried, kept = self._untried(queue), 0
         for demand in order:
             if not self._may_grant() or not untried:
                 waiting.append(demand)
@@ -141,7 +141,7 @@ class _Planning:
                 waiting.append(demand)
             if kept < len(self.plan.reservations):
                 kept = len(self.plan.reservations)
-                untried = set(map(self._likeness, queue))
+                untried = self._untried(queue)
             untried -= self._failed.keys()
         self.plan.queue = waiting + order.rest()
         self.plan.shares = order.now()
@@ -152,7 +152,7 @@ class _Planning:
         held = shares.held.get(demand.project, NOTHING)
         if quota := over_quota(demand.project, demand.cost, shares, held):
             return f"waiting for its quota: {quota}"
-        reason = self._failed.get(self._likeness(demand)) or _reason(None)
+        reason = self._known(demand) or _reason(None)
         for one in self.plan.reservations:
             if one.demand.job_id == demand.job_id:
                 reason += "; slots are kept for it"
@@ -168,8 +168,7 @@ class _Planning:
         """Start a job, if its project may and it fits."""
         if over_quota(demand.project, demand.cost, self._cluster.shares, order.held(demand.project)):
             return False
-        likeness = self._likeness(demand)
-        if likeness in self._failed:
+        if self._known(demand):
             return False
         placed = self._place(demand)
         if isinstance(placed, tuple):
@@ -178,16 +177,25 @@ class _Planning:
             self._started.append(Tenure(demand.job_id, demand.limit_s, self._cluster.now))
             return True
         # What is free only gets less: whoever is like this one need not be tried.
-        self._failed[likeness] = _reason(placed)
+        self._failed[self._likeness(demand)] = _reason(placed)
         self._reserve(demand)
         return False
 
-    def _likeness(self, demand: Demand) -> Hashable:
-        """Equal for queued demands that fit or fail alike."""
+    def _likeness(self, demand: Demand) -> tuple[Hashable, ...]:
+        """Equal for queued demands that fit or fail alike, now that slots are kept for some."""
         shape = demand.needs if demand.shape is None else demand.shape
-        if not self.plan.reservations:
-            return shape
         return (shape, *(one.lends(demand.limit_s) for one in self.plan.reservations))
+
+    def _known(self, demand: Demand) -> str:
+        """Why a demand fails, if one like it did. What failed before slots were kept fails after that too."""
+        likeness = self._likeness(demand)
+        for length in range(1, len(likeness) + 1):
+            if reason := self._failed.get(likeness[:length]):
+                return reason
+        return ""
+
+    def _untried(self, queue: Iterable[Demand]) -> set[tuple[Hashable, ...]]:
+        return {self._likeness(demand) for demand in queue if not self._known(demand)}
 
     def _place(self, demand: Demand) -> tuple[Placement, ...] | Shortage:
         placed = self._floor.place(demand)
