@@ -72,6 +72,7 @@ class ServerSettings(BaseSettings):
     nats_token_file: Path | None = None
     s3: S3Settings | None = None
     scheduler_address: str = ""
+    """`host:port`; of a scheduler with replicas `host:port,host:port`, or `dns:///name:port`."""
     scheduler_address_file: Path | None = None
     """A file holding the scheduler's address, read again at every reconnect; wins over
     `scheduler_address`.
