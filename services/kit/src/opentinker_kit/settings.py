@@ -52,7 +52,10 @@ class TlsSettings(BaseModel):
 class ServerSettings(BaseSettings):
     """Settings that all servers share. A service subclasses it and adds its own fields."""
 
-    model_config = SettingsConfigDict(env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="forbid")
+    # What was given is not repeated in errors: it may be a secret where none belongs.
+    model_config = SettingsConfigDict(
+        env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="forbid", hide_input_in_errors=True
+    )
 
     listen_host: str = "127.0.0.1"
     listen_port: int = Field(default=0, ge=0, le=65535)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -188,7 +188,8 @@ class SchedulerSettings(ServerSettings):
         if not self.database_url.startswith((_SQLITE, _POSTGRESQL)):
             raise ValueError(f"database_url must begin with {_SQLITE} or {_POSTGRESQL}")
         if self.database_url.startswith(_POSTGRESQL):
-            if urlsplit(self.database_url).password is not None:
+            url = urlsplit(self.database_url)
+            if url.password is not None or "password" in parse_qs(url.query):
                 raise ValueError(
                     "database_url holds a password; settings are logged, so put it into a file that only its "
                     "owner may read and name that in database_password_file"
