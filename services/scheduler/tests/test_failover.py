@@ -17,13 +17,15 @@ import grpc.aio
 import psycopg
 import pytest
 
-from opentinker_kit.files import write_json
+from opentinker_kit.files import make_key_file, write_json
+from opentinker_kit.healthcheck import is_serving
 from opentinker_kit.processes import free_port
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.settings import ServerSettings, read_secret
-from opentinker_kit.testing import PostgresServer, wait_until
+from opentinker_kit.testing import PostgresServer, start_postgres, wait_until
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -210,6 +212,7 @@ async def pair(
     tmp_path: Path, keys: dict[str, Path], postgres_server: PostgresServer, empty_tables: str
 ) -> AsyncIterator[Pair]:
     name = postgres_server.make_database(empty_tables)
+    make_key_file(tmp_path / "job_tokens.key")
     shared = {
         **{key: str(path) for key, path in keys.items()},
         "database_url": postgres_server.url(name),
@@ -344,6 +347,42 @@ async def test_one_that_stands_by_ends_when_it_is_told_to(pair: Pair) -> None:
     standby = pair.other(await pair.leader())
     standby.send(signal.SIGTERM)
     assert await standby.ended() == 0
+
+
+async def test_the_database_is_away_for_longer_than_every_lease(start_rig: Any) -> None:
+    with start_postgres() as server:
+        rig = await start_rig(
+            database_file=None,
+            database_url=server.url(),
+            database_password_file=server.password_file,
+            leader_lease_s=2.0,
+            server_lease_s=3.0,
+        )
+        job = await rig.create_job()
+        running = await rig.until(job.name, job_pb2.JOB_STATE_RUNNING)
+        (started,) = await rig.servers()
+        server.stop()
+        await wait_until(lambda: not_serving(rig.address), what="it steps back")
+        with pytest.raises(grpc.RpcError) as refused:
+            await rig.jobs.GetJob(pb.GetJobRequest(name=job.name), timeout=30.0)
+        assert from_rpc_error(refused.value).reason == Reason.STORAGE_UNAVAILABLE
+        await asyncio.sleep(5.0)
+        server.start()
+        await wait_until(lambda: serving(rig.address), what="it leads again")
+        await asyncio.sleep(4.0)
+        now = await rig.job(job.name)
+        assert (now.state, now.attempt) == (job_pb2.JOB_STATE_RUNNING, running.attempt)
+        assert [each.pid for each in await rig.servers()] == [started.pid]
+        await rig.stop()
+
+
+async def serving(address: str) -> bool:
+    # In a thread: the server asked runs on this loop.
+    return await asyncio.to_thread(is_serving, address)
+
+
+async def not_serving(address: str) -> bool:
+    return not await serving(address)
 
 
 async def _until_running(watch: Any) -> None:

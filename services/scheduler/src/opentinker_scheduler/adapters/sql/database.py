@@ -61,6 +61,7 @@ class Committed:
 OnCommit = Callable[[Committed], None]
 """Called in the event loop after a commit that changed something."""
 
+_NOBODY = Replica()
 MIGRATIONS = Path(__file__).parent / "migrations"
 HEAD = "0007"
 """The newest revision."""
@@ -139,7 +140,7 @@ class SqlDatabase:
         self.cluster = ""
         """Identity of the cluster, made with its database."""
 
-    async def open(self, now: datetime, me: Replica = Replica()) -> None:
+    async def open(self, now: datetime, me: Replica = _NOBODY) -> None:
         """Make or migrate the database and become its leader; while another leads, or a PostgreSQL database
         does not answer, wait.
         """
