@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 DOCKERFILES = sorted(ROOT.glob("services/*/Dockerfile"))
 SERVICES = ("env_host", "gateway", "inference", "scheduler", "trainer")
-THIRD_PARTY = ("minio", "nats")
+THIRD_PARTY = ("minio", "nats", "postgres")
 SETTINGS = {
     "env_host": "EnvHostSettings",
     "gateway": "GatewaySettings",
@@ -46,7 +46,8 @@ def test_compose_has_each_service_with_a_health_check() -> None:
     assert all("healthcheck" in services[name] for name in (*SERVICES, *THIRD_PARTY))
     for name in SERVICES:
         assert (ROOT / services[name]["build"]["dockerfile"]).exists()
-        assert "scheduler:/state" in services["scheduler"]["volumes"], "SQLite lies on a volume"
+    volumes = services["postgres"]["volumes"]
+    assert "postgres:/var/lib/postgresql/data" in volumes, "the scheduler's records lie on a volume"
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -20,11 +20,13 @@ from opentinker_gateway.healthcheck import is_serving as gateway_health
 from opentinker_kit.healthcheck import is_serving
 from opentinker_kit.keys import make_keys
 from opentinker_kit.processes import Program, Weed, find_binary, free_port, stop, wait_for_answer
+from opentinker_kit.testing import PostgresServer, start_postgres
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTS = {
     "nats": 4222,
     "minio": 9000,
+    "postgres": 5432,
     "scheduler": 7070,
     "trainer": 7071,
     "inference": 7072,
@@ -50,6 +52,7 @@ class Composed:
             "services"
         ]
         self.running: list[subprocess.Popen[bytes]] = []
+        self.postgres: PostgresServer | None = None
         make_keys(self.keys)
 
     @property
@@ -59,12 +62,16 @@ class Composed:
     def start(self) -> None:
         self._start_nats()
         self._start_s3()
+        self._start_postgres()
         for name in ("env_host", "scheduler", "gateway", "trainer", "inference"):
             self._start_service(name)
 
     def stop(self) -> None:
         for process in reversed(self.running):
             stop(process)
+        if self.postgres is not None:
+            with self.postgres:
+                pass
 
     def environment(self, name: str) -> dict[str, str]:
         """What compose sets for a service, and its image, moved to this machine."""
@@ -95,6 +102,14 @@ class Composed:
         weed = Weed(self.folder / "minio", Weed.pick_ports(), access_key, secret, volume_size_mb=64)
         self.ports["minio"] = weed.ports[0]
         self._run(weed.program(), weed.ports[0])
+
+    def _start_postgres(self) -> None:
+        made = self.services["postgres"]["environment"]
+        password = (self.keys / "postgres.key").read_text().strip()
+        self.postgres = start_postgres(made["POSTGRES_USER"], password)
+        self.ports["postgres"] = self.postgres.port
+        with self.postgres.connect() as connection:
+            connection.execute(f"CREATE DATABASE {made['POSTGRES_DB']}")
 
     def _start_service(self, name: str) -> None:
         dockerfile = (ROOT / self.services[name]["build"]["dockerfile"]).read_text()

@@ -12,7 +12,8 @@ from opentinker_kit.settings import read_secret
 def test_keys_are_made_once_and_differ(tmp_path: Path) -> None:
     make_keys(tmp_path)
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(first) == {"bootstrap.key", "service.key", "s3.key", "nats.key", "nats.conf"}
+    names = ("bootstrap", "service", "job_tokens", "s3", "nats", "postgres")
+    assert set(first) == {*(f"{name}.key" for name in names), "nats.conf"}
     assert len(set(first.values())) == len(first)
     make_keys(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == first

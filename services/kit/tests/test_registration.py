@@ -25,6 +25,7 @@ class Registry(server_registry_service_pb2_grpc.ServerRegistryServiceServicer):
         self.push: asyncio.Queue[pb.ServerSessionResponse] = asyncio.Queue()
         self.deregistered: list[str] = []
         self.ttl_s = 15
+        self.silent = False
 
     async def RegisterServer(self, request, context):  # type: ignore[no-untyped-def]
         self.registered.append(request)
@@ -36,7 +37,7 @@ class Registry(server_registry_service_pb2_grpc.ServerRegistryServiceServicer):
         async def listen() -> None:
             async for request in request_iterator:
                 self.heard.append(request)
-                if request.HasField("renewal"):
+                if request.HasField("renewal") and not self.silent:
                     grant = pb.ServerSessionResponse(lease=pb.LeaseGrant())
                     grant.lease.ttl.FromSeconds(self.ttl_s)
                     self.push.put_nowait(grant)
@@ -163,3 +164,31 @@ async def test_a_scheduler_that_is_gone_ends_the_lease_and_is_reported(
     assert not lost
     await wait_until(lambda: lost == [True], timeout_s=10)
     await registration.stop()
+
+
+async def test_a_scheduler_that_stands_still_is_left_for_one_that_answers(tmp_path: Path) -> None:
+    """It keeps its connections open and says nothing; renewals unanswered are what tells."""
+    registries = [Registry(), Registry()]
+    servers, ports = [], []
+    for registry in registries:
+        registry.ttl_s = 3
+        server = grpc.aio.server()
+        server_registry_service_pb2_grpc.add_ServerRegistryServiceServicer_to_server(registry, server)
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        servers.append(server)
+    handler, lost = Handler(), list[bool]()
+    address_file = tmp_path / "address"
+    address_file.write_text(f"127.0.0.1:{ports[0]}")
+    settings = ServerSettings(scheduler_address_file=address_file, state_dir=tmp_path)
+    registration = Registration(settings, _announcement(), handler, on_lost=lambda: lost.append(True))
+    registration.start()
+    await wait_until(registration.holds_lease, timeout_s=10)
+    registries[0].silent = True
+    address_file.write_text(f"127.0.0.1:{ports[1]}")
+    await wait_until(lambda: len(registries[1].registered) == 1, timeout_s=10)
+    await wait_until(registration.holds_lease, timeout_s=10)
+    assert (handler.drained, lost) == ([], [])
+    await registration.stop()
+    for server in servers:
+        await server.stop(None)

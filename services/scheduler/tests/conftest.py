@@ -1,9 +1,14 @@
-"""A real scheduler over real gRPC and real SQLite, with small real server processes."""
+"""A real scheduler over real gRPC and a real database, with small real server processes.
 
+The modules in ON_BOTH run on SQLite and on PostgreSQL, the others on SQLite.
+"""
+
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,9 @@ import pytest
 
 from opentinker_kit.files import make_key_file
 from opentinker_kit.settings import read_secret
-from opentinker_kit.testing import wait_until
+from opentinker_kit.testing import PostgresServer, wait_until
+from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.adapters.sql.engines import Location, Postgres
 from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.settings import SchedulerSettings
 from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceStub
@@ -26,6 +33,21 @@ from opentinkerapi.scheduler.v1.server_registry_service_pb2_grpc import ServerRe
 
 TESTS = Path(__file__).parent
 MODEL = "some-model"
+ON_BOTH = (
+    "test_accounts",
+    "test_catalog_service",
+    "test_deployments",
+    "test_retention",
+    "test_run_service",
+    "test_scheduler_service",
+    "test_sql",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    module = metafunc.module.__name__.rpartition(".")[2]
+    if "records" in metafunc.fixturenames and module in ON_BOTH:
+        metafunc.parametrize("records", ["sqlite", "postgres"], indirect=True)
 
 
 @dataclass
@@ -153,6 +175,48 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     return {f"{name}_key_file": make_key_file(tmp_path / f"{name}.key") for name in ("bootstrap", "service")}
 
 
+@dataclass(frozen=True)
+class Records:
+    """Where a test keeps its records, and how a scheduler is told."""
+
+    where: Location
+    settings: dict[str, Any]
+
+    @property
+    def is_postgres(self) -> bool:
+        return isinstance(self.where, Postgres)
+
+
+@pytest.fixture(scope="session")
+def empty_tables(postgres_server: PostgresServer) -> str:
+    """Name of a PostgreSQL database with all tables and nothing in them, to make others of."""
+    name = postgres_server.make_database()
+    database = SqlDatabase(Postgres(postgres_server.url(name), postgres_server.password_file))
+
+    async def make() -> None:
+        await database.open(datetime.now(UTC))
+        await database.close()
+
+    asyncio.run(make())
+    return name
+
+
+@pytest.fixture
+def postgres_records(postgres_server: PostgresServer, empty_tables: str) -> Records:
+    url, password = postgres_server.url(postgres_server.make_database(empty_tables)), postgres_server.password_file
+    settings = {"database_url": url, "database_password_file": password}
+    return Records(Postgres(url, password), settings)
+
+
+@pytest.fixture
+def records(request: pytest.FixtureRequest, tmp_path: Path) -> Records:
+    if getattr(request, "param", "sqlite") == "postgres":
+        made: Records = request.getfixturevalue("postgres_records")
+        return made
+    path = tmp_path / "state" / "scheduler.db"
+    return Records(path, {"database_file": path})
+
+
 @pytest.fixture
 def scheduler_settings(tmp_path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     """Settings of a scheduler that starts fake servers and reacts fast."""
@@ -174,12 +238,14 @@ def fake_server_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def start_rig(tmp_path: Path, scheduler_settings: dict[str, Any]) -> AsyncIterator[StartRig]:
+async def start_rig(
+    tmp_path: Path, scheduler_settings: dict[str, Any], records: Records
+) -> AsyncIterator[StartRig]:
     """Starts schedulers in one folder; those still running at the end are stopped with their servers."""
     rigs: list[Rig] = []
 
     async def start(parts: dict[str, Any] | None = None, behavior: str = "normal", **more: Any) -> Rig:
-        values = {**scheduler_settings, **more}
+        values = {**scheduler_settings, **records.settings, **more}
         for role in ("trainer", "inference"):
             values["server_settings"][role]["behavior"] = behavior
         scheduler = Scheduler(SchedulerSettings(**values), **{"models": NamedModels(), **(parts or {})})

@@ -1,4 +1,4 @@
-"""Ticks on real SQLite, whatever happens between them: no slot has two owners, no job is lost or stuck.
+"""Ticks on real databases, whatever happens between them: no slot has two owners, no job is lost or stuck.
 
 Jobs come, end, pause and give way; servers start, answer, die; clients vanish; a tick fails half way; the
 scheduler starts again. At the end everything answers, and every job that was not paused must end.
@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from opentinker_kit.testing import PostgresServer
 from opentinker_scheduler.adapters.sql.capacity import Live
-from opentinker_scheduler.adapters.sql.database import SqlDatabase, sqlite_engine
+from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.adapters.sql.engines import Location, Postgres, open_engine
 from opentinker_scheduler.application.changes import add_job, end_assignment, save_job
 from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.settle import Ending, Observed, settle
@@ -66,12 +68,17 @@ class Ticks(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="ot-settle-"))
+        self.where = self.place()
         self.runner = asyncio.Runner()
         self.now = START
         self._open()
 
+    def place(self) -> Location:
+        """An empty database."""
+        return self.folder / "scheduler.db"
+
     def _open(self) -> None:
-        self.database = SqlDatabase(self.folder / "scheduler.db")
+        self.database = SqlDatabase(self.where)
         self.placing = Placing(TERMS)
         self.runner.run(self.database.open(self.now))
 
@@ -224,7 +231,7 @@ class Ticks(RuleBasedStateMachine):
     @invariant()
     def memory_is_what_the_tables_say(self) -> None:
         stored = Live()
-        engine = sqlite_engine(self.folder / "scheduler.db")
+        engine = open_engine(self.where)
         with engine.begin() as connection:
             stored.load(connection)
         engine.dispose()
@@ -278,3 +285,25 @@ def _by_id(rows: Sequence[Any]) -> dict[str, Any]:
 
 TestTicks = Ticks.TestCase
 TestTicks.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+
+class TicksOnPostgres(Ticks):
+    """The same on PostgreSQL."""
+
+    make: ClassVar[Callable[[], Postgres]]
+
+    def place(self) -> Location:
+        return type(self).make()
+
+
+@pytest.fixture(scope="class")
+def ticks_on_postgres(postgres_server: PostgresServer, empty_tables: str) -> None:
+    def make() -> Postgres:
+        name = postgres_server.make_database(empty_tables)
+        return Postgres(postgres_server.url(name), postgres_server.password_file)
+
+    TicksOnPostgres.make = make
+
+
+TestTicksOnPostgres = pytest.mark.slow(pytest.mark.usefixtures("ticks_on_postgres")(TicksOnPostgres.TestCase))
+TestTicksOnPostgres.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)

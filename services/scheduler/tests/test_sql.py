@@ -1,10 +1,10 @@
-"""The SQL adapter on real SQLite files: what is written comes back, once, and nothing is lost."""
+"""The SQL adapter on both databases: what is written comes back, once, and nothing is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from typing import Any
 
 import alembic.autogenerate
 import alembic.config
@@ -14,13 +14,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
 from opentinker_kit.errors import ServiceError
-from opentinker_scheduler.adapters.sql.database import (
-    HEAD,
-    MIGRATIONS,
-    Committed,
-    SqlDatabase,
-    sqlite_engine,
-)
+from opentinker_scheduler.adapters.sql.database import HEAD, MIGRATIONS, Committed, SqlDatabase
+from opentinker_scheduler.adapters.sql.engines import open_engine
 from opentinker_scheduler.adapters.sql.tables import metadata
 from opentinker_scheduler.domain.model import (
     Assignment,
@@ -39,17 +34,22 @@ from opentinker_scheduler.domain.model import (
 )
 from opentinker_scheduler.domain.records import Blob, Fact, LoopState, MetricsRow, Policy, Version
 from opentinker_scheduler.domain.shares import Used
-from opentinker_scheduler.ports import LeadershipLost, SlotTaken, StoredAnswer, Transaction
+from opentinker_scheduler.ports import SlotTaken, StoredAnswer, Transaction
+from opentinker_scheduler.replica_ports import LeadershipLost, Replica
 from opentinkerapi.runtime.reasons import Reason
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 OPTIONS = ServerOptions("vllm", "bfloat16", "merged", 64, 4096)
 
 
+ME = Replica("me", "me:1")
+"""A scheduler that is started again, and leads again at once."""
+
+
 @pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[SqlDatabase]:
-    opened = SqlDatabase(tmp_path / "state" / "scheduler.db")
-    await opened.open(NOW)
+async def database(records: Any) -> AsyncIterator[SqlDatabase]:
+    opened = SqlDatabase(records.where)
+    await opened.open(NOW, ME)
     yield opened
     await opened.close()
 
@@ -94,8 +94,8 @@ def assignment(
     return Assignment(name, job_id, "s1", slot, 0, slot, Role.INFERENCE, 4, False, state, NOW, NOW)
 
 
-async def test_the_migrations_make_the_tables(database: SqlDatabase, tmp_path: Path) -> None:
-    engine = sqlite_engine(tmp_path / "state" / "scheduler.db")
+async def test_the_migrations_make_the_tables(database: SqlDatabase, records: Any) -> None:
+    engine = open_engine(records.where)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection)
         assert alembic.autogenerate.compare_metadata(context, metadata) == []
@@ -148,7 +148,7 @@ async def test_what_a_waiting_job_is_told_is_seen_everywhere(database: SqlDataba
 
 
 async def test_what_has_not_ended_is_known_again_after_a_restart(
-    database: SqlDatabase, tmp_path: Path
+    database: SqlDatabase, records: Any
 ) -> None:
     def fill(tx: Transaction) -> None:
         tx.jobs.add(job())
@@ -162,8 +162,8 @@ async def test_what_has_not_ended_is_known_again_after_a_restart(
     read = lambda tx: (tx.jobs.live(), tx.servers.live(), tx.assignments.active())  # noqa: E731
     before = await database.run(read)
     assert [len(rows) for rows in before] == [1, 1, 1]
-    again = SqlDatabase(tmp_path / "state" / "scheduler.db")
-    await again.open(NOW)
+    again = SqlDatabase(records.where)
+    await again.open(NOW, ME)
     assert await again.run(read) == before
     await again.close()
 
@@ -266,10 +266,10 @@ async def test_no_update_is_lost(database: SqlDatabase) -> None:
     assert (after.attempt, after.revision) == (added.attempt + 200, added.revision + 200)
 
 
-async def test_a_newer_leader_shuts_out_the_older(database: SqlDatabase, tmp_path: Path) -> None:
+async def test_a_newer_leader_shuts_out_the_older(database: SqlDatabase, records: Any) -> None:
     await database.run(lambda tx: tx.jobs.add(job()))
-    newer = SqlDatabase(tmp_path / "state" / "scheduler.db")
-    await newer.open(NOW)
+    newer = SqlDatabase(records.where)
+    await newer.open(NOW, ME)
     assert (newer.epoch, newer.cluster) == (database.epoch + 1, database.cluster)
     with pytest.raises(LeadershipLost):
         await database.run(lambda tx: tx.jobs.add(job("j2")))
@@ -277,17 +277,17 @@ async def test_a_newer_leader_shuts_out_the_older(database: SqlDatabase, tmp_pat
     await newer.close()
 
 
-async def test_before_it_is_open_callers_are_told_to_wait(tmp_path: Path) -> None:
-    closed = SqlDatabase(tmp_path / "x.db")
+async def test_before_it_is_open_callers_are_told_to_wait(records: Any) -> None:
+    closed = SqlDatabase(records.where)
     with pytest.raises(ServiceError) as refused:
         await closed.run(lambda tx: tx.jobs.live())
     assert refused.value.reason is Reason.SERVER_STARTING
     await closed.close()
 
 
-async def test_commits_say_what_changed(tmp_path: Path) -> None:
+async def test_commits_say_what_changed(records: Any) -> None:
     heard: list[Committed] = []
-    database = SqlDatabase(tmp_path / "x.db", heard.append)
+    database = SqlDatabase(records.where, heard.append)
     await database.open(NOW)
     await database.run(lambda tx: tx.jobs.live())
     await database.run(lambda tx: tx.jobs.add(job()))
@@ -362,12 +362,12 @@ async def test_rows_of_a_run_replace_each_other(database: SqlDatabase) -> None:
         assert await database.run(lambda tx: tx.runs.find_loop_state("r")) == state
 
 
-async def test_a_database_of_a_newer_program_is_refused(database: SqlDatabase, tmp_path: Path) -> None:
-    engine = sqlite_engine(tmp_path / "state" / "scheduler.db")
+async def test_a_database_of_a_newer_program_is_refused(database: SqlDatabase, records: Any) -> None:
+    engine = open_engine(records.where)
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     engine.dispose()
-    newer = SqlDatabase(tmp_path / "state" / "scheduler.db")
+    newer = SqlDatabase(records.where)
     with pytest.raises(Exception, match="9999"):
-        await newer.open(NOW)
+        await newer.open(NOW, ME)
     await newer.close()

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from opentinkerapi.runtime.addresses import authority, balanced_config, is_several, target
 from opentinkerapi.runtime.retries import service_config
 
 AUTHORIZATION = "authorization"
@@ -42,7 +43,8 @@ def open_channel(
     job_token: str | Callable[[], str] | None = None,
     tls: TlsFiles | None = None,
 ) -> grpc.aio.Channel:
-    """Open a channel to `address` (`host:port`). Connects on first use; close it when done.
+    """Open a channel to `address` (`host:port`, or several: see `addresses`). Connects on first use; close it
+    when done. OSError where of several names none is known.
 
     `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to, or a
     function that gives it anew for each call: tokens last as long as leases do.
@@ -58,12 +60,14 @@ def open_channel(
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 1),
-        ("grpc.service_config", service_config()),
+        ("grpc.service_config", balanced_config() if is_several(address) else service_config()),
         # Two channels to one address must not share a connection: closing one would then be felt by the
         # other.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    interceptors = _credentials(key, job_token)
+    if is_several(address):
+        options.append(("grpc.default_authority", authority(address)))
+    interceptors, address = _credentials(key, job_token), target(address)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     credentials = grpc.ssl_channel_credentials(tls.root, tls.key, tls.chain)

@@ -19,8 +19,10 @@ authorization {{ token: "{token}" }}
 
 
 def make_keys(folder: Path) -> None:
-    """bootstrap.key (users), service.key (servers), s3.key, nats.key and nats.conf in `folder`."""
-    for name in ("bootstrap", "service", "s3", "nats"):
+    """bootstrap.key (users), service.key (servers), job_tokens.key, s3.key, nats.key, nats.conf and
+    postgres.key in `folder`.
+    """
+    for name in ("bootstrap", "service", "job_tokens", "s3", "nats", "postgres"):
         make_key_file(folder / f"{name}.key")
     write_atomic(folder / "nats.conf", NATS_CONF.format(token=read_secret(folder / "nats.key")), mode=0o600)
 

@@ -197,9 +197,23 @@ class Registration:
             self.server, self.attempt = answer.server, answer.attempt
             ttl_s = answer.lease_ttl.ToTimedelta().total_seconds()
             self._extend(ttl_s)
-            stream = stub.ServerSession(self._messages(ttl_s / 3))
-            async for message in stream:
+            messages = aiter(stub.ServerSession(self._messages(ttl_s / 3)))
+            while (message := await self._next(messages, 2 * ttl_s / 3)) is not None:
                 self._receive(message)
+
+    async def _next(
+        self, messages: AsyncIterator[server_registry_service_pb2.ServerSessionResponse], patience_s: float
+    ) -> server_registry_service_pb2.ServerSessionResponse | None:
+        """What the scheduler says; None where it ended the session, or answered no renewal for so long.
+
+        One that stands still keeps its connections. Another one may lead then, and would give this server up.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                return await anext(messages, None)
+        except TimeoutError:
+            _log.warning("scheduler_silent", seconds=round(patience_s, 1))
+            return None
 
     async def _messages(
         self, every_s: float

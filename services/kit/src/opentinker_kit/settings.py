@@ -52,7 +52,10 @@ class TlsSettings(BaseModel):
 class ServerSettings(BaseSettings):
     """Settings that all servers share. A service subclasses it and adds its own fields."""
 
-    model_config = SettingsConfigDict(env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="forbid")
+    # What was given is not repeated in errors: it may be a secret where none belongs.
+    model_config = SettingsConfigDict(
+        env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="forbid", hide_input_in_errors=True
+    )
 
     listen_host: str = "127.0.0.1"
     listen_port: int = Field(default=0, ge=0, le=65535)
@@ -72,6 +75,7 @@ class ServerSettings(BaseSettings):
     nats_token_file: Path | None = None
     s3: S3Settings | None = None
     scheduler_address: str = ""
+    """`host:port`; of a scheduler with replicas `host:port,host:port`, or `dns:///name:port`."""
     scheduler_address_file: Path | None = None
     """A file holding the scheduler's address, read again at every reconnect; wins over
     `scheduler_address`.

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from opentinker_kit.logging import configure_logging
 from opentinker_kit.settings import load_settings
 from opentinker_scheduler.bootstrap import Scheduler
-from opentinker_scheduler.ports import LeadershipLost
+from opentinker_scheduler.replica_ports import LeadershipLost
 from opentinker_scheduler.settings import SchedulerSettings
 
 EXIT_REPLACED = 75
-"""Another scheduler leads: starting this one again would only fight it."""
+"""Another scheduler leads. On SQLite starting this one again would only fight it; on PostgreSQL it would stand
+by, so whoever supervises replicas should start it again."""
 
 
 async def _serve(settings: SchedulerSettings) -> int:

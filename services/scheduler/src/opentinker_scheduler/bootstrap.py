@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
+from typing import Any
 
 import grpc.aio
 import structlog
 
 from opentinker_kit.auth import AuthPolicy
-from opentinker_kit.blob_keys import blob_key
 from opentinker_kit.clock import Clock, SteadyClock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus, OutboxRelay, OutboxRow
@@ -45,8 +45,11 @@ from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.watch import JobWatchers
+from opentinker_scheduler.dependencies import look_at_dependencies
 from opentinker_scheduler.launch_settings import server_settings
-from opentinker_scheduler.ports import Database, Launcher, LeadershipLost, ModelSource, Transaction
+from opentinker_scheduler.leadership import Leadership
+from opentinker_scheduler.ports import Database, Launcher, ModelSource, Transaction
+from opentinker_scheduler.replica_ports import LeadershipLost, Replica
 from opentinker_scheduler.servicers.accounts import AccountServicer
 from opentinker_scheduler.servicers.catalog import CatalogServicer
 from opentinker_scheduler.servicers.jobs import SchedulerServicer
@@ -66,7 +69,6 @@ log = structlog.get_logger()
 
 _FORGET_EVERY_S = 600.0
 _STOP_RESERVE_S = 4.0
-_LOOK_AT_DEPENDENCIES_S = 5.0
 
 
 class SqlOutboxSource:
@@ -103,7 +105,7 @@ class Scheduler:
         self._store = store or (S3ObjectStore(settings.s3) if settings.s3 is not None else None)
         self._failed: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.database = SqlDatabase(settings.database_path(), self._committed)
+        self.database = SqlDatabase(settings.database(), self._committed)
         self._models = models or _models(settings, self.database)
         self._leases = Leases(self._clock, settings.server_lease_s)
         self._retention = Retention(self._clock, grace=timedelta(seconds=settings.deletion_grace_s))
@@ -150,19 +152,24 @@ class Scheduler:
         )
 
     async def start(self, *, install_signals: bool = False) -> int:
-        """Listen, migrate the database, take over what runs, serve. Returns the port."""
+        """Listen, migrate the database, take over what runs, serve. Returns the port.
+
+        While another scheduler leads the database it stands by: NOT_SERVING, and every call is told who does.
+        """
         port = await self.server.start(install_signals=install_signals)
-        await self.database.open(self._clock.now())
+        if not await self._take_the_lead():
+            return port
         self._cluster.name = self.database.cluster
         await self.reconciler.adopt()
         loop = asyncio.get_running_loop()
         for name, work in (
-            ("reconciler", self._lead()),
+            ("reconciler", self._lead(self.reconciler.run())),
+            ("leadership", self._lead(Leadership(self.database, self._sessions, self.server).keep())),
             ("outbox", self._relay.run()),
             ("audit", self._audit.run()),
             ("forget", self._forget()),
             ("sweep", self._sweep()),
-            ("dependencies", self._look_at_dependencies()),
+            ("dependencies", look_at_dependencies(self.server, self._bus, self._store, self._clock)),
             ("token key", asyncio.to_thread(self._tokens.prepare)),
         ):
             self._tasks.append(loop.create_task(work, name=name))
@@ -175,7 +182,7 @@ class Scheduler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(ServiceError, LeadershipLost):
+        with contextlib.suppress(ServiceError):
             await self._audit.flush()
         await self._bus.close()
         await self.database.close()
@@ -271,9 +278,22 @@ class Scheduler:
         if change.facts:
             self._relay.nudge()
 
-    async def _lead(self) -> None:
+    async def _take_the_lead(self) -> bool:
+        """Open the database once this scheduler may lead it; False if it was told to stop before."""
+        where = Replica(self._settings.replica_name(self.server.port), self.server.address)
+        opening = asyncio.create_task(self.database.open(self._clock.now(), where))
+        stopping = asyncio.create_task(self.server.wait())
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        leads = opening.done()
+        for task in (opening, stopping):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await opening
+        return leads
+
+    async def _lead(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await self.reconciler.run()
+            await work
         except LeadershipLost as error:
             log.error("another scheduler leads this database; stopping", error=str(error))
             self._failed = error
@@ -285,7 +305,7 @@ class Scheduler:
             if task.get_name() == "reconciler":
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        if self._failed is None:
+        if self._tasks and self._failed is None:
             settings = self._settings
             # Servers that do not end by themselves must be ended before this process is.
             grace_s = min(settings.stop_grace_s, max(0.5, settings.drain_s - _STOP_RESERVE_S))
@@ -295,7 +315,7 @@ class Scheduler:
     async def _forget(self) -> None:
         """Drop answers and audit entries whose time is over."""
         while True:
-            with contextlib.suppress(LeadershipLost):
+            with contextlib.suppress(ServiceError):
                 await self.database.run(self._forget_answers)
                 await self.database.run(self._audit.forget)
             await self._clock.sleep(_FORGET_EVERY_S)
@@ -307,40 +327,11 @@ class Scheduler:
             if self._store is not None:
                 try:
                     await self._retention.sweep(self.database, self._store)
-                except (ServiceError, LeadershipLost) as error:
+                except ServiceError as error:
                     log.info("old objects stay for now", error=str(error))
 
     def _forget_answers(self, tx: Transaction) -> None:
         tx.requests.forget_before(self._clock.now() - timedelta(seconds=self._settings.request_memory_s))
-
-    async def _look_at_dependencies(self) -> None:
-        """Report in health, as `dependency/s3` and `dependency/nats`, whether they answer. Nothing waits."""
-        last: dict[str, bool] = {}
-        if isinstance(self._bus, NatsEventBus):
-            self._bus.start()
-        while True:
-            now = {"dependency/s3": await self._store_answers(known=last.get("dependency/s3", False))}
-            if isinstance(self._bus, NatsEventBus):
-                now["dependency/nats"] = self._bus.connected
-            for name, answers in now.items():
-                if last.get(name) != answers:
-                    log.info("dependency", name=name, answers=answers)
-                    await self.server.set_serving(answers, name)
-            last = now
-            await self._clock.sleep(_LOOK_AT_DEPENDENCIES_S)
-
-    async def _store_answers(self, *, known: bool) -> bool:
-        """Whether the object store answers; one that did not before is given its bucket."""
-        if self._store is None:
-            return False
-        try:
-            if isinstance(self._store, S3ObjectStore) and not known:
-                await self._store.ensure_bucket()
-            await self._store.head(blob_key("0" * 64))
-        except (ServiceError, OSError) as error:
-            log.debug("the object store does not answer", error=str(error))
-            return False
-        return True
 
 
 def _event_bus(settings: SchedulerSettings) -> EventBus:

@@ -33,7 +33,8 @@ def server_settings(
         },
     )
     own: dict[str, Any] = {
-        "scheduler_address": scheduler_address,
+        # Of several schedulers the operator names all, so that a server finds the one that leads.
+        "scheduler_address": settings.scheduler_address or scheduler_address,
         "state_dir": str(folder),
         "server_id": server.id,
         "slots": server.slots_total,

@@ -318,15 +318,13 @@ class Transaction(Protocol):
     def audit(self) -> AuditRepository: ...
 
 
-class LeadershipLost(Exception):
-    """Another scheduler leads this database now; this one must end."""
-
-
 class Database(Protocol):
     """Runs functions in transactions, in its own thread, one after the other."""
 
     async def run(self, work: Callable[[Transaction], T]) -> T:
-        """Do `work` in one transaction, rolled back if it raises. LeadershipLost if another took over."""
+        """Do `work` in one transaction, rolled back if it raises. LeadershipLost if another took over,
+        STORAGE_UNAVAILABLE where the database does not answer: what was asked for may have happened then.
+        """
         ...
 
 

@@ -2,14 +2,17 @@
 
 import importlib.util
 import platform
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opentinker_kit.settings import ServerSettings
+from opentinker_scheduler.adapters.sql.engines import LEASE_S, Location, Postgres
 from opentinker_scheduler.domain.admission import Offer
 from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.jobs import CrashBudget
@@ -23,6 +26,8 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "noop": (),
 }
 """What must be importable where an engine runs."""
+
+_SQLITE, _POSTGRESQL = "sqlite:///", "postgresql://"
 
 _MODULES = {Role.TRAINER.value: "opentinker_trainer", Role.INFERENCE.value: "opentinker_inference"}
 _MAX_ENGINE_SERVERS = {"torch": 4, "vllm": 2, "transformers": 4}
@@ -75,6 +80,15 @@ class SchedulerSettings(ServerSettings):
 
     database_file: Path | None = None
     """SQLite file; by default `scheduler.db` below `state_dir`."""
+    database_url: str = ""
+    """`postgresql://user@host:port/database` instead of a SQLite file (`sqlite:///FILE` names one too).
+    Several schedulers may share a PostgreSQL database: one leads, the others stand by. Without a password:
+    see `database_password_file`.
+    """
+    database_password_file: Path | None = None
+    """The password of the database's user (0600)."""
+    leader_lease_s: float = Field(default=LEASE_S, ge=1.0, le=15.0)
+    """How long a leader that is silent is waited for, on PostgreSQL."""
     job_token_key_file: Path | None = None
     """What job tokens are signed with (0600); by default `job_tokens.key` below `state_dir`, made at the
     first start.
@@ -165,8 +179,39 @@ class SchedulerSettings(ServerSettings):
     max_blob_bytes: int = Field(default=5 * 2**30, ge=1)
     presign_s: int = Field(default=3600, ge=60, le=7 * 24 * 3600)
 
-    def database_path(self) -> Path:
-        return self.database_file or self.state_dir / "scheduler.db"
+    @model_validator(mode="after")
+    def _one_database(self) -> Self:
+        if not self.database_url:
+            return self
+        if self.database_file is not None:
+            raise ValueError("database_file and database_url name two databases; set one of them")
+        if not self.database_url.startswith((_SQLITE, _POSTGRESQL)):
+            raise ValueError(f"database_url must begin with {_SQLITE} or {_POSTGRESQL}")
+        if self.database_url.startswith(_POSTGRESQL):
+            url = urlsplit(self.database_url)
+            if url.password is not None or "password" in parse_qs(url.query):
+                raise ValueError(
+                    "database_url holds a password; settings are logged, so put it into a file that only its "
+                    "owner may read and name that in database_password_file"
+                )
+            if importlib.util.find_spec("psycopg") is None:
+                raise ValueError(
+                    'database_url needs the driver of PostgreSQL; run: pip install "opentinker-scheduler[postgres]"'
+                )
+        return self
+
+    def database(self) -> Location:
+        """Where the records are."""
+        if self.database_url.startswith(_POSTGRESQL):
+            return Postgres(self.database_url, self.database_password_file, self.leader_lease_s)
+        named = self.database_url.removeprefix(_SQLITE)
+        return Path(named) if named else self.database_file or self.state_dir / "scheduler.db"
+
+    def replica_name(self, port: int) -> str:
+        """What tells this scheduler from others that share its database, and is the same when it is started
+        again: it then leads at once, where a successor waits until the lease is over.
+        """
+        return self.instance_id or f"{socket.gethostname()} {self.state_dir.absolute()} {port}"
 
     def limits(self) -> Limits:
         return Limits(

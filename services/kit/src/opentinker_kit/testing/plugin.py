@@ -2,6 +2,7 @@
 for.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from opentinker_kit.settings import S3Settings
 from opentinker_kit.testing.models import build_tiny_qwen3
+from opentinker_kit.testing.postgres import PostgresServer, start_postgres
 from opentinker_kit.testing.servers import NatsServer, S3Server, start_nats, start_weed
 from opentinker_kit.testing.vision import build_tiny_qwen2_5_vl
 
@@ -31,6 +33,21 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3(s3_server: S3Server) -> S3Settings:
     """How to reach the session's S3 server; its bucket exists."""
     return s3_server.settings
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A running PostgreSQL, shared by the session. Where it is not installed its tests are skipped, except in
+    continuous integration.
+    """
+    try:
+        server = start_postgres()
+    except FileNotFoundError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    with server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.account_ports import AuditFilter
 from opentinker_scheduler.domain.accounts import AuditEntry
-from opentinker_scheduler.ports import Database, LeadershipLost, Transaction
+from opentinker_scheduler.ports import Database, Transaction
 
 log = structlog.get_logger()
 
@@ -68,7 +68,7 @@ class AuditLog:
             await asyncio.sleep(_GATHER_S)
             try:
                 await self.flush()
-            except (ServiceError, LeadershipLost) as error:
+            except ServiceError as error:
                 log.warning("audit entries wait", entries=len(self._waiting), error=str(error))
 
     async def flush(self) -> None:

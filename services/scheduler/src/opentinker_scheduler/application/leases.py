@@ -33,9 +33,13 @@ class Leases:
         gap, self._last_beat = now - self._last_beat, now
         if gap > _STALL_S:
             log.warning("the scheduler stood still; leases are extended", seconds=round(gap, 1))
-            self.servers.extend_all(gap)
-            self.jobs.extend_all(gap)
+            self.excuse(gap)
         return now
+
+    def excuse(self, seconds: float) -> None:
+        """Give everyone that much more time: they could not be heard for so long."""
+        self.servers.extend_all(seconds)
+        self.jobs.extend_all(seconds)
 
     def grant_server(self, server_id: str) -> None:
         self.servers.grant(server_id, self.server_ttl_s, self.beat())

@@ -7,6 +7,8 @@ from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
 DEFAULT_SIZE, MAX_SIZE = 100, 1000
+_TOO_LARGE = 1 << 63
+"""Databases know no such numbers."""
 
 
 def page_size(asked: int, default: int = DEFAULT_SIZE, maximum: int = MAX_SIZE) -> int:
@@ -25,7 +27,7 @@ def make_token(method: str, scope: str, cursor: int | str) -> str:
 def read_int(method: str, scope: str, token: str) -> int | None:
     """Where the page begins, by number; None for the first. INVALID_PAGE_TOKEN for others' tokens."""
     cursor = _read(method, scope, token)
-    if cursor is None or isinstance(cursor, int):
+    if cursor is None or (isinstance(cursor, int) and abs(cursor) < _TOO_LARGE):
         return cursor
     raise _invalid(method)
 

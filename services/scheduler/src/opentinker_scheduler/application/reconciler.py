@@ -13,6 +13,7 @@ from dataclasses import replace
 import structlog
 
 from opentinker_kit.clock import Clock
+from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.changes import end_server, save_job
 from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.placing import Placing
@@ -21,7 +22,9 @@ from opentinker_scheduler.application.settle import Ending, Observed, Settled, s
 from opentinker_scheduler.application.timers import Timers, Timing
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.model import Failure, JobState, OnClientLoss, Server, ServerState
-from opentinker_scheduler.ports import Database, Launcher, LeadershipLost, Started, Transaction
+from opentinker_scheduler.ports import Database, Launcher, Started, Transaction
+from opentinker_scheduler.replica_ports import LeadershipLost
+from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
 
@@ -30,6 +33,7 @@ _QUIET_TICK_S = 1.0
 _LONG_TICK_S = 0.02
 """After a longer tick the loop rests for as long as the tick took."""
 _FINISH_S = 2.0
+_DATABASE_FAILS = (Reason.STORAGE_UNAVAILABLE, Reason.STORAGE_FULL)
 
 
 class Reconciler:
@@ -99,7 +103,13 @@ class Reconciler:
                 moving = await self.tick()
             except LeadershipLost:
                 raise
-            except Exception:
+            except Exception as error:
+                if isinstance(error, ServiceError) and error.reason in _DATABASE_FAILS:
+                    log.warning("the tick failed; trying again", error=error.message)
+                    await asyncio.sleep(_QUIET_TICK_S)
+                    # Nobody could come back meanwhile: that takes the database.
+                    self._leases.excuse(self._clock.monotonic() - began)
+                    continue
                 log.exception("the tick failed; trying again")
                 await asyncio.sleep(self._timing.tick_s)
                 continue

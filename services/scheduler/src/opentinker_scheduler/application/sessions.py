@@ -115,6 +115,11 @@ class Sessions:
         if session := self._sessions.pop(server_id, None):
             session.close(ServiceError(Reason.STALE_ATTEMPT, reason))
 
+    def interrupt(self, reason: str) -> None:
+        """End all sessions with STORAGE_UNAVAILABLE; their servers look for a scheduler that leads."""
+        for session in self._sessions.values():
+            session.close(ServiceError(Reason.STORAGE_UNAVAILABLE, reason, retry_after_s=1.0))
+
     def close(self) -> None:
         """End all sessions with DRAINING."""
         self._closed = True

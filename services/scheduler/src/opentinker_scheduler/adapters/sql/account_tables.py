@@ -2,7 +2,7 @@
 
 from sqlalchemy import Boolean, Column, Index, String, Table
 
-from opentinker_scheduler.adapters.sql.tables import Serial, UtcTime, metadata
+from opentinker_scheduler.adapters.sql.tables import Serial, UtcTime, metadata, ordered
 
 
 def _serial() -> Column[int]:
@@ -34,7 +34,7 @@ members = Table(
     "members",
     metadata,
     Column("project", String(63), primary_key=True),
-    Column("user_id", String(63), primary_key=True),
+    Column("user_id", ordered(63), primary_key=True),
     Column("role", String(20), nullable=False),
 )
 

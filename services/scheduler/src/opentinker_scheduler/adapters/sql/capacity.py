@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
-from sqlalchemy.dialects.sqlite import insert as upsert
 from sqlalchemy.exc import IntegrityError
 
 from opentinker_scheduler.adapters.sql.live import LiveRows
@@ -20,6 +19,7 @@ from opentinker_scheduler.adapters.sql.tables import (
     servers,
     usage,
 )
+from opentinker_scheduler.adapters.sql.upserts import upsert
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,
@@ -232,7 +232,7 @@ class SqlUsage:
         self._connection = connection
 
     def add(self, project: str, day: str, used: Used) -> None:
-        row = upsert(usage).values(
+        row = upsert(self._connection, usage).values(
             project=project, day=day, slot_seconds=used.slot_seconds, gpu_seconds=used.gpu_seconds
         )
         self._connection.execute(

@@ -6,9 +6,9 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row, Table, delete, insert, select, update
-from sqlalchemy.dialects.sqlite import insert as upsert
 
 from opentinker_scheduler.adapters.sql import tables
+from opentinker_scheduler.adapters.sql.upserts import upsert
 from opentinker_scheduler.domain.model import Tuning
 from opentinker_scheduler.domain.records import (
     Artifact,
@@ -143,7 +143,8 @@ class SqlCatalog:
 
     def discard_objects(self, prefix: str, due: datetime) -> None:
         values = {"prefix": prefix, "due_time": due}
-        self._connection.execute(upsert(tables.garbage).values(values).on_conflict_do_nothing())
+        row = upsert(self._connection, tables.garbage).values(values)
+        self._connection.execute(row.on_conflict_do_nothing())
 
     def discarded_objects(self, now: datetime, limit: int) -> Sequence[str]:
         table = tables.garbage
@@ -226,8 +227,8 @@ class SqlRuns:
 
     def _put(self, table: Table, values: dict[str, Any], *key: str) -> None:
         rest = {name: value for name, value in values.items() if name not in key}
-        change = upsert(table).values(values).on_conflict_do_update(index_elements=list(key), set_=rest)
-        self._connection.execute(change)
+        row = upsert(self._connection, table).values(values)
+        self._connection.execute(row.on_conflict_do_update(index_elements=list(key), set_=rest))
 
     def _after(
         self, table: Table, run_id: str, order: str, after: int | str | None, size: int
@@ -246,7 +247,8 @@ class SqlBlobs:
 
     def put(self, blob: Blob, now: datetime) -> None:
         values = {"sha256": blob.sha256, "size_bytes": blob.size_bytes, "create_time": now}
-        self._connection.execute(upsert(tables.blobs).values(values).on_conflict_do_nothing())
+        row = upsert(self._connection, tables.blobs).values(values)
+        self._connection.execute(row.on_conflict_do_nothing())
 
     def find(self, sha256: str) -> Blob | None:
         query = select(tables.blobs).where(tables.blobs.c.sha256 == sha256)

@@ -55,6 +55,13 @@ metadata = MetaData(
 )
 
 
+
+def ordered(length: int) -> String:
+    """A text that rows are ordered by, which is by its bytes in every database: PostgreSQL would otherwise
+    compare as its machine's language does."""
+    return String(length).with_variant(String(length, collation="C"), "postgresql")
+
+
 def _serial() -> Column[int]:
     return Column("seq", Serial, primary_key=True, autoincrement=True)
 
@@ -66,6 +73,9 @@ leader = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("cluster", String(63), nullable=False),
     Column("start_time", UtcTime, nullable=False),
+    Column("holder", Text, nullable=False, server_default=""),
+    Column("address", Text, nullable=False, server_default=""),
+    Column("lease_until", BigInteger, nullable=False, server_default="0"),
 )
 
 jobs = Table(
@@ -228,7 +238,7 @@ checkpoints = Table(
     metadata,
     _serial(),
     Column("policy_id", String(63), nullable=False),
-    Column("id", String(63), nullable=False),
+    Column("id", ordered(63), nullable=False),
     Column("sha256", String(64), nullable=False),
     Column("manifest_key", Text, nullable=False),
     Column("step", BigInteger, nullable=False),
@@ -312,7 +322,7 @@ artifacts = Table(
     "artifacts",
     metadata,
     Column("run_id", String(63), primary_key=True),
-    Column("name", String(255), primary_key=True),
+    Column("name", ordered(255), primary_key=True),
     Column("blob", JSON, nullable=False),
     Column("media_type", String(127), nullable=False),
 )
