@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli import accounts, serving
+from opentinker.cli import accounts, certificates, serving
 from opentinker.connection import stack
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
@@ -27,6 +27,7 @@ app.add_typer(accounts.projects_app, name="projects")
 app.add_typer(accounts.keys_app, name="keys")
 app.command()(accounts.audit)
 app.command()(accounts.whoami)
+app.command()(certificates.certs)
 
 StateDir = Annotated[
     Path | None,

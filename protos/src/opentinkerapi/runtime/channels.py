@@ -6,13 +6,13 @@ code.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from opentinkerapi.runtime.retries import service_config
+from opentinkerapi.runtime.tls import TlsFiles, is_secure, split_address
 
 AUTHORIZATION = "authorization"
 JOB_TOKEN = "x-opentinker-job-token"
@@ -24,17 +24,6 @@ KEEPALIVE_MS = 20_000
 """How often an idle connection with calls on it is probed; servers allow twice as often."""
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM contents. `key` and `chain` only for mutual TLS; without `root` the system's authorities are
-    used.
-    """
-
-    root: bytes | None = None
-    key: bytes | None = None
-    chain: bytes | None = None
-
-
 def open_channel(
     address: str,
     *,
@@ -42,7 +31,8 @@ def open_channel(
     job_token: str | Callable[[], str] | None = None,
     tls: TlsFiles | None = None,
 ) -> grpc.aio.Channel:
-    """Open a channel to `address` (`host:port`). Connects on first use; close it when done.
+    """Open a channel to `address` (`host:port`, or with a scheme, see `tls`). Connects on first use; close it
+    when done.
 
     `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to, or a
     function that gives it anew for each call: tokens last as long as leases do.
@@ -64,10 +54,22 @@ def open_channel(
         ("grpc.use_local_subchannel_pool", 1),
     ]
     interceptors = _credentials(key, job_token)
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
-    credentials = grpc.ssl_channel_credentials(tls.root, tls.key, tls.chain)
-    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+    _, where = split_address(address)
+    if not is_secure(address, tls):
+        return grpc.aio.insecure_channel(where, options=options, interceptors=interceptors)
+    files = tls or TlsFiles()
+    options += tls_options(files)
+    return grpc.aio.secure_channel(where, tls_credentials(files), options=options, interceptors=interceptors)
+
+
+def tls_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """What a channel shows and trusts."""
+    return grpc.ssl_channel_credentials(files.root, files.key, files.chain)
+
+
+def tls_options(files: TlsFiles) -> list[tuple[str, int | str]]:
+    """What a channel is told beside that."""
+    return [("grpc.ssl_target_name_override", files.server_name)] if files.server_name else []
 
 
 def auth_metadata(key: str | None, job_token: str | None = None) -> tuple[tuple[str, str], ...]:

@@ -27,6 +27,7 @@ from opentinker_kit.interceptors import CallInterceptor, Observer
 from opentinker_kit.lifeline import watch_lifeline
 from opentinker_kit.settings import LOOPBACK, ServerSettings
 from opentinkerapi.runtime.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
+from opentinkerapi.runtime.tls import TLS_SCHEME
 
 log = structlog.get_logger()
 
@@ -100,8 +101,9 @@ class KitServer:
 
     @property
     def address(self) -> str:
-        """`host:port` that others reach this server at."""
-        return self._settings.advertise_address or f"{_bracketed(self._settings.listen_host)}:{self.port}"
+        """`host:port` that others reach this server at, `grpcs://host:port` where it speaks TLS."""
+        where = self._settings.advertise_address or f"{_bracketed(self._settings.listen_host)}:{self.port}"
+        return where if self._settings.tls is None or "://" in where else f"{TLS_SCHEME}{where}"
 
     @property
     def draining(self) -> bool:
@@ -111,7 +113,7 @@ class KitServer:
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen and answer health checks (NOT_SERVING); returns the bound port.
 
-        OSError if the port is taken. With `install_signals` SIGTERM and SIGINT drain the server.
+        OSError if the port is taken, ValueError if the TLS files are of no use. With `install_signals` SIGTERM and SIGINT drain the server.
         """
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -164,9 +166,9 @@ class KitServer:
         tls = self._settings.tls
         if tls is None:
             return self._server.add_insecure_port(where)
-        client_ca = tls.client_ca_file.read_bytes() if tls.client_ca_file else None
+        key, certificate, client_ca = tls.read()
         credentials = grpc.ssl_server_credentials(
-            [(tls.key_file.read_bytes(), tls.certificate_file.read_bytes())],
+            [(key, certificate)],
             root_certificates=client_ca,
             require_client_auth=client_ca is not None,
         )

@@ -17,6 +17,8 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from opentinkerapi.runtime.tls import TlsFiles, read_files
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -47,12 +49,60 @@ class TlsSettings(BaseModel):
     certificate_file: Path
     key_file: Path
     client_ca_file: Path | None = None
+    """Callers need a certificate that one of these authorities signed."""
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """The key, the certificate and the authorities of callers. ValueError if they are of no use."""
+        fields = ("tls.client_ca_file", "tls.certificate_file", "tls.key_file")
+        files = read_files(self.client_ca_file, self.certificate_file, self.key_file, fields=fields)
+        assert files.key is not None and files.chain is not None
+        return files.key, files.chain, files.root
 
 
-class ServerSettings(BaseSettings):
+class PeerTlsSettings(BaseModel):
+    """PEM files for the calls that a server makes to other servers, which are then made by TLS."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ca_file: Path | None = None
+    """Who signed their certificates; by default the system's authorities."""
+    certificate_file: Path | None = None
+    """Shown to servers that ask for one; by default the server's own (`tls`)."""
+    key_file: Path | None = None
+    server_name: str = ""
+    """The name that their certificates are checked for, instead of the host that is called."""
+
+
+class TransportSettings(BaseSettings):
+    """How a server is called, and how it calls others."""
+
+    model_config = SettingsConfigDict(env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="ignore")
+
+    tls: TlsSettings | None = None
+    """Without it the server speaks no TLS."""
+    peer_tls: PeerTlsSettings | None = None
+    """Without it servers whose address does not begin with `grpcs://` are called without TLS."""
+
+    def peer_files(self) -> TlsFiles | None:
+        """What this server shows and trusts when it calls others. ValueError if a file is of no use."""
+        if self.peer_tls is None:
+            return None
+        shown: TlsSettings | PeerTlsSettings | None = self.peer_tls
+        if self.peer_tls.certificate_file is None and self.peer_tls.key_file is None:
+            shown = self.tls
+        return read_files(
+            self.peer_tls.ca_file,
+            shown.certificate_file if shown is not None else None,
+            shown.key_file if shown is not None else None,
+            self.peer_tls.server_name,
+            fields=("peer_tls.ca_file", "peer_tls.certificate_file", "peer_tls.key_file"),
+        )
+
+
+class ServerSettings(TransportSettings):
     """Settings that all servers share. A service subclasses it and adds its own fields."""
 
-    model_config = SettingsConfigDict(env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="forbid")
+    model_config = SettingsConfigDict(extra="forbid")
 
     listen_host: str = "127.0.0.1"
     listen_port: int = Field(default=0, ge=0, le=65535)
@@ -60,8 +110,8 @@ class ServerSettings(BaseSettings):
     reuse_port: bool = False
     """Bind although another socket of this user is bound to the port: the supervisor keeps ports that way."""
     advertise_address: str = ""
-    """`host:port` that others reach this server at; by default `listen_host` and the bound port."""
-    tls: TlsSettings | None = None
+    """`host:port` that others reach this server at; by default `listen_host` and the bound port. With `tls` it
+    is told to others as `grpcs://host:port`, unless it names a scheme itself."""
     service_key_file: Path | None = None
     bootstrap_key_file: Path | None = None
     require_job_tokens: bool = False

@@ -18,6 +18,7 @@ def server_settings(
         include={
             "listen_host",
             "tls",
+            "peer_tls",
             "service_key_file",
             "bootstrap_key_file",
             "nats_url",

@@ -72,7 +72,12 @@ class TrainerServer:
         self.host = EngineHost(make_engine or self._make_engine, self._clock)
         self.holdings = Holdings(managed=managed, holds_lease=self._holds_lease)
         self.catalog = (
-            GrpcCatalog(settings.resolve_scheduler_address, settings.service_key(), self._server_name)
+            GrpcCatalog(
+                settings.resolve_scheduler_address,
+                settings.service_key(),
+                self._server_name,
+                tls=settings.peer_files(),
+            )
             if managed
             else NoCatalog()
         )
