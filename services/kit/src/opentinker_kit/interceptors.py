@@ -56,6 +56,8 @@ class EndedCall:
     outcome: str
     """OK, or the reason."""
     peer: str
+    seconds: float = 0.0
+    """How long it took; 0 where it was refused at the door."""
 
 
 Observer = Callable[[EndedCall], None]
@@ -133,8 +135,9 @@ class _Call:
             failure, outcome = internal_error(error_id), "INTERNAL"
             log.exception("call failed unexpectedly", error_id=error_id)
         finally:
-            self._log(outcome, failure, time.perf_counter() - start)
-            self._tell(str(outcome), context)
+            seconds = time.perf_counter() - start
+            self._log(outcome, failure, seconds)
+            self._tell(str(outcome), context, seconds)
         if failure is not None:
             await abort(context, failure)
 
@@ -159,11 +162,13 @@ class _Call:
         elif not self.method.startswith(_QUIET):
             log.debug("call", **fields)
 
-    def _tell(self, outcome: str, context: Any) -> None:
+    def _tell(self, outcome: str, context: Any, seconds: float) -> None:
         if self._observer is not None:
             response = self.response if outcome == "OK" else None
             self._observer(
-                EndedCall(self.method, self._principal, self._request, response, outcome, context.peer())
+                EndedCall(
+                    self.method, self._principal, self._request, response, outcome, context.peer(), seconds
+                )
             )
 
 

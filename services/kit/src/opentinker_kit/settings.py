@@ -133,6 +133,11 @@ class ServerSettings(TransportSettings):
     """Written once the server serves: JSON with `port`, `address` and `pid`."""
     drain_s: float = Field(default=10.0, ge=0)
     """How long running calls may take to finish when the server is told to stop."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Serve metrics for Prometheus there, at /metrics; 0: a free port, which the log and `ready_file` name."""
+    metrics_host: str = "127.0.0.1"
+    metrics_key_file: Path | None = None
+    """The bearer token that whoever reads them has to send."""
     instance_id: str = ""
     log_level: str = "INFO"
     log_json: bool = True
@@ -160,6 +165,15 @@ class ServerSettings(TransportSettings):
         return self
 
     @model_validator(mode="after")
+    def _key_for_metrics(self) -> Self:
+        if self.metrics_port is not None and self.metrics_host not in LOOPBACK and not self.metrics_key_file:
+            raise ValueError(
+                f"metrics_host {self.metrics_host!r} can be reached from other machines, so metrics_key_file is "
+                "required: the metrics name projects and what they do"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _scheduler_for_tokens(self) -> Self:
         keys = self.service_key_file and self.bootstrap_key_file
         scheduler = self.scheduler_address or self.scheduler_address_file
@@ -175,6 +189,9 @@ class ServerSettings(TransportSettings):
 
     def bootstrap_key(self) -> str | None:
         return read_secret(self.bootstrap_key_file) if self.bootstrap_key_file else None
+
+    def metrics_key(self) -> str | None:
+        return read_secret(self.metrics_key_file) if self.metrics_key_file else None
 
     def nats_token(self) -> str | None:
         return read_secret(self.nats_token_file) if self.nats_token_file else None

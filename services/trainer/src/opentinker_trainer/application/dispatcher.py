@@ -8,7 +8,7 @@ there once, whatever happened.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import structlog
@@ -34,6 +34,9 @@ _MARK_AFTER_S = 0.2
 """Operations that take longer are marked as running in the object store: if server and engine die together,
 the next server knows what was in the engine."""
 _IDLE_S = 1.0
+Watcher = Callable[[str, operation_pb2.Operation], None]
+"""Told the kind of each operation that has ended, with what became of it."""
+
 _NOT_AN_OUTCOME = (Reason.ENGINE_CRASHED, Reason.STALE_ATTEMPT)
 """The operation runs again, here or elsewhere."""
 
@@ -60,6 +63,7 @@ class Dispatcher:
         self._clock = clock
         self._recovery_every_steps = recovery_every_steps
         self._last = ""
+        self.watcher: Watcher | None = None
         self.turn = asyncio.Lock()
         """Held for a turn; whoever takes it finds every policy between two operations, or within one whose
         effect is not there yet."""
@@ -141,7 +145,9 @@ class Dispatcher:
             policy.results[seq] = done
         policy.queue.end(seq)
         policy.applied_seq = seq
-        policy.bodies.pop(seq, None)
+        logged = policy.bodies.pop(seq, None)
+        if self.watcher is not None and logged is not None:
+            self.watcher(logged.WhichOneof("body") or "", done)
         # A restored checkpoint may be deleted: nothing may have to restore it again.
         restored = done.HasField("restore_checkpoint")
         if restored or policy.state.step - policy.steps_at_recovery >= self._recovery_every_steps:
