@@ -10,6 +10,7 @@ from opentinker import errors
 from opentinker.connection.calls import ControlPlane
 from opentinker.connection.cluster import Cluster, active
 from opentinker.connection.portal import Portal
+from opentinkerapi.runtime import tracing
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -73,6 +74,11 @@ def connect(
             )
         else:
             tls = _tls(address, named)
+        tracing.configure(
+            "client",
+            endpoint=os.environ.get("OPENTINKER_TRACES_ENDPOINT", ""),
+            file=os.environ.get("OPENTINKER_TRACES_FILE"),
+        )
         portal = Portal().start()
         try:
             cluster = portal.run(_open(portal, address, key, tls, embedded, progress))

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.retries import service_config
 from opentinkerapi.runtime.tls import TlsFiles, is_secure, split_address
 
@@ -85,7 +86,7 @@ def auth_metadata(key: str | None, job_token: str | None = None) -> tuple[tuple[
 def _credentials(
     key: str | None, job_token: str | Callable[[], str] | None
 ) -> Sequence[grpc.aio.ClientInterceptor]:
-    if not key and not job_token:
+    if not key and not job_token and not tracing.is_on():
         return []
 
     def pairs() -> tuple[tuple[str, str], ...]:
@@ -95,43 +96,53 @@ def _credentials(
 
 
 class _AddsMetadata:
-    """Adds credentials to every call; grpc.aio wants one interceptor class for each kind of call."""
+    """Adds credentials and the trace to every call; grpc.aio wants one interceptor class for each kind of call."""
 
     def __init__(self, pairs: Callable[[], tuple[tuple[str, str], ...]]) -> None:
         self._pairs = pairs
 
-    def _with_metadata(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    def _begin(
+        self, details: grpc.aio.ClientCallDetails
+    ) -> tuple[grpc.aio.ClientCallDetails, Callable[[Any], Any]]:
+        """The call as it is to be made, and what the call object goes through."""
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        for name, value in self._pairs():
+        method = details.method
+        trace, watch = tracing.calling(method.decode() if isinstance(method, bytes) else method)
+        for name, value in (*self._pairs(), *trace):
             metadata.add(name, value)
-        return grpc.aio.ClientCallDetails(
+        made = grpc.aio.ClientCallDetails(
             method=details.method,
             timeout=details.timeout,
             metadata=metadata,
             credentials=details.credentials,
             wait_for_ready=details.wait_for_ready,
         )
+        return made, watch
 
 
 class _UnaryUnary(_AddsMetadata, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request))
 
 
 class _UnaryStream(_AddsMetadata, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request))
 
 
 class _StreamUnary(_AddsMetadata, grpc.aio.StreamUnaryClientInterceptor):
     async def intercept_stream_unary(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request_iterator)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request_iterator))
 
 
 class _StreamStream(_AddsMetadata, grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request_iterator)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request_iterator))

@@ -20,6 +20,7 @@ import structlog
 from opentinker_kit.auth import AuthPolicy, Principal, set_principal
 from opentinker_kit.errors import ServiceError, internal_error, new_error_id
 from opentinker_kit.required import check_required
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.channels import MAX_MESSAGE_BYTES
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.status import DETAILS_KEY
@@ -113,6 +114,8 @@ class _Call:
     async def around(self, context: Any) -> AsyncIterator[None]:
         """Bind the call's ids, run its body, answer with a status if it raises, log how it ended."""
         set_principal(self._principal)
+        quiet = self.method.startswith(_QUIET)
+        end_span = _ignore if quiet else tracing.serving(self.method, context.invocation_metadata() or ())
         structlog.contextvars.bind_contextvars(method=self.method, call=self._request_id)
         start = time.perf_counter()
         failure: ServiceError | None = None
@@ -138,6 +141,7 @@ class _Call:
             seconds = time.perf_counter() - start
             self._log(outcome, failure, seconds)
             self._tell(str(outcome), context, seconds)
+            end_span(str(outcome))
         if failure is not None:
             await abort(context, failure)
 
@@ -170,6 +174,10 @@ class _Call:
                     self.method, self._principal, self._request, response, outcome, context.peer(), seconds
                 )
             )
+
+
+def _ignore(_: str) -> None:
+    return None
 
 
 async def abort(context: Any, error: ServiceError) -> None:

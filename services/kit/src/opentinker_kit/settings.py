@@ -138,6 +138,10 @@ class ServerSettings(TransportSettings):
     metrics_host: str = "127.0.0.1"
     metrics_key_file: Path | None = None
     """The bearer token that whoever reads them has to send."""
+    traces_endpoint: str = ""
+    """OTLP collector of traces, `http://host:4318/v1/traces`; empty: no traces."""
+    traces_file: Path | None = None
+    """Append spans there, as lines of JSON."""
     instance_id: str = ""
     log_level: str = "INFO"
     log_json: bool = True

@@ -24,6 +24,7 @@ from opentinker_trainer.application.recovery import Recovery
 from opentinker_trainer.application.store import PolicyStore, Running
 from opentinker_trainer.ports import Engine
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import operation_pb2
 
@@ -145,6 +146,7 @@ class Dispatcher:
             policy.results[seq] = done
         policy.queue.end(seq)
         policy.applied_seq = seq
+        policy.traces.pop(seq, None)
         logged = policy.bodies.pop(seq, None)
         if self.watcher is not None and logged is not None:
             self.watcher(logged.WhichOneof("body") or "", done)
@@ -169,6 +171,7 @@ class Dispatcher:
         if not policy.begun:
             policy.applied_seq = seq
             policy.bodies.pop(seq, None)
+            policy.traces.pop(seq, None)
 
     async def _body(self, policy: HeldPolicy, seq: int) -> pb.LoggedOperation:
         """A logged operation, kept at hand until it has run."""
@@ -189,7 +192,8 @@ class Dispatcher:
             return _failed(policy, logged, ServiceError(Reason.POISONED, text))
         async with self._counting(engine, policy, seq):
             try:
-                return await self._executor.run(engine, policy, logged, begun=policy.begun)
+                with tracing.span(f"operation {logged.WhichOneof('body')}", policy.traces.get(seq, ""), seq=seq):
+                    return await self._executor.run(engine, policy, logged, begun=policy.begun)
             except ServiceError as error:
                 if error.reason in _NOT_AN_OUTCOME:
                     raise
