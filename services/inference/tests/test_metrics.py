@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from opentinker_kit.testing.metrics import scrape
+from services.inference.tests.serving import serving
 
-from .serving import serving
+from opentinker_kit.testing.metrics import scrape
 
 
 async def test_tokens_and_requests(tiny_model_dir: Path, tmp_path: Path) -> None:

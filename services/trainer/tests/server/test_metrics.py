@@ -23,7 +23,7 @@ async def test_operations_and_tokens(tmp_path: Path) -> None:
     async with open_channel(server.server.address) as channel:
         client = Client(channel)
         await client.create()
-        operation = await client.forward_backward([sample(5, 3), sample(6, 3)])
+        operation = await client.forward_backward([sample(5, 3, 1), sample(6, 3, 2)])
         trained = (await client.done(operation)).forward_backward.trained_tokens
         await client.done(await client.step([operation.seq]))
         page = await asyncio.to_thread(scrape, server.server.metrics_port)
