@@ -40,7 +40,8 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     started: list[Scheduler] = []
 
     async def run(**settings: Any) -> tuple[str, str]:
-        keys = {f"{each}_key_file": make_key_file(tmp_path / f"{each}.key") for each in ("bootstrap", "service")}
+        names = ("bootstrap", "service")
+        keys = {f"{name}_key_file": make_key_file(tmp_path / f"{name}.key") for name in names}
         folder = tmp_path / str(len(started))
         made = SchedulerSettings(**keys, state_dir=folder, launcher="static", drain_s=1.0, **settings)
         scheduler = Scheduler(made)

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS by settings, with real certificates over real sockets, and what is said where it fails."""
+"""TLS and mutual TLS by settings, with real certificates over real sockets; what is said where it fails."""
 
 import asyncio
 import stat
@@ -183,10 +183,12 @@ async def start_registry(registry: Registry, tls: TlsSettings) -> Any:
     from opentinker_kit.server import build_server
 
     name = "opentinkerapi.scheduler.v1.ServerRegistryService"
-    methods = {f"/{name}/{each}": "service" for each in ("RegisterServer", "ServerSession", "DeregisterServer")}
+    calls = ("RegisterServer", "ServerSession", "DeregisterServer")
+    methods = {f"/{name}/{each}": "service" for each in calls}
+    add = server_registry_service_pb2_grpc.add_ServerRegistryServiceServicer_to_server
     server = build_server(
         ServerSettings(tls=tls),
-        lambda made: server_registry_service_pb2_grpc.add_ServerRegistryServiceServicer_to_server(registry, made),
+        lambda made: add(registry, made),
         service_names=[name],
         auth=AuthPolicy(None, None, methods),
     )

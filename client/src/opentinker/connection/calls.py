@@ -103,7 +103,7 @@ class ControlPlane:
         return await explained(error, address, self._tls)
 
     async def check_tls(self, address: str) -> None:
-        """TlsFailed where a server that is called by TLS cannot be; for those whose calls are not repeated."""
+        """TlsFailed where a server that is called by TLS cannot be. For calls that are not repeated."""
         if is_secure(address, self._tls) and (why := await asyncio.to_thread(why_not, address, self._tls)):
             raise errors.TlsFailed(why, reason=errors.Reason.TLS_FAILED)
 

@@ -45,10 +45,12 @@ def connect(
     cluster that runs. Without an address an embedded stack is started under `state_dir` as a child of this
     process, or one that runs there is used; what this call started ends with the cluster object, what was
     there stays. Where the address begins with `grpcs://`, or one of the PEM files `tls_ca`, `tls_cert` and
-    `tls_key` is named (also OPENTINKER_TLS_CA, _CERT and _KEY), all servers of the cluster are called by TLS: they
-    must show a certificate that `tls_ca` signed (by default one of the system's authorities) for the name that they
-    are called by, or for `tls_server_name` (OPENTINKER_TLS_SERVER_NAME); certificate and key are shown to servers
-    that ask for one. `settings` are passed to a stack that is started. `progress` shows on stderr what is waited
+    `tls_key` is named (also OPENTINKER_TLS_CA, _CERT and _KEY), all servers of the cluster are called by TLS:
+    they must show a certificate that `tls_ca` signed (by default one of the system's authorities) for the
+    name that they are called by, or for `tls_server_name` (OPENTINKER_TLS_SERVER_NAME); `tls_cert` is shown
+    to servers that ask for one.
+
+    `settings` are passed to a stack that is started. `progress` shows on stderr what is waited
     for (default: on a terminal).
 
     Raises MissingDependency where the embedded stack is not installed, LaunchFailed with the reason and its
@@ -60,7 +62,8 @@ def connect(
     address = address or (None if state_dir is not None else os.environ.get(ADDRESS_VARIABLE))
     with notices(progress) as say:
         embedded, tls = None, None
-        named = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "tls_server_name": tls_server_name}
+        named = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+        named["tls_server_name"] = tls_server_name
         if address is None:
             for field, value in named.items():
                 if value:
@@ -130,7 +133,8 @@ def _tls(address: str, named: Mapping[str, str | Path | None]) -> "TlsFiles | No
     if secure is False:
         for field, value in named.items():
             if value:
-                raise errors.invalid(field, f"{address} is called without TLS; use the address grpcs://{where}")
+                text = f"{address} is called without TLS; use the address grpcs://{where}"
+                raise errors.invalid(field, text)
         return None
     values = {field: value or os.environ.get(f"OPENTINKER_{field.upper()}") for field, value in named.items()}
     if not any(values.values()):

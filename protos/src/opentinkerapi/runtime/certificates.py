@@ -38,7 +38,7 @@ def make_certificates(folder: Path, hosts: Sequence[str] = (), days: int = DAYS)
     there = [str(folder / name) for name in contents if (folder / name).exists()]
     if there:
         raise AlreadyExists(
-            f"{', '.join(there)} would be overwritten: what it signed would be refused; name an empty directory",
+            f"{', '.join(there)} would be overwritten, and what is in use be refused; name another directory",
             reason=Reason.ALREADY_REGISTERED,
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _contents(hosts: Sequence[str], days: int) -> Mapping[str, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise MissingDependency(
-            'certificates are made with the package cryptography; run: pip install "opentinker[certificates]"',
+            'certificates are made with cryptography; run: pip install "opentinker[certificates]"',
             reason=Reason.MISSING_DEPENDENCY,
         ) from None
     keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in NAMES}

@@ -96,7 +96,7 @@ def _credentials(
 
 
 class _AddsMetadata:
-    """Adds credentials and the trace to every call; grpc.aio wants one interceptor class for each kind of call."""
+    """Adds credentials and the trace to every call; grpc.aio wants one class for each kind of call."""
 
     def __init__(self, pairs: Callable[[], tuple[tuple[str, str], ...]]) -> None:
         self._pairs = pairs

@@ -1,8 +1,8 @@
 """TLS as the client and the servers share it: what an address says, one end's files, why a handshake fails.
 
-An address is `host:port`, `grpcs://host:port` (TLS) or `grpc://host:port` (plain); `https://` and `http://` mean
-the same. Without a scheme it is TLS exactly where the caller has TLS files. gRPC reports every failed handshake
-as UNAVAILABLE, as it does a server that is away, so `why_not` looks for itself.
+An address is `host:port`, `grpcs://host:port` (TLS) or `grpc://host:port` (plain); `https://` and `http://`
+mean the same. Without a scheme it is TLS exactly where the caller has TLS files. gRPC reports every failed
+handshake as UNAVAILABLE, as it does a server that is away, so `why_not` looks for itself.
 """
 
 import asyncio
@@ -148,8 +148,9 @@ def _why_no_tls(raw: "socket.socket", where: str, host: str, tls: TlsFiles) -> s
             return "" if tls.chain else _wants_certificate(where)
     except ssl.SSLCertVerificationError as error:
         return (
-            f"the certificate of the server at {where} is refused: {error.verify_message}; give the certificate "
-            f"of the authority that signed it, and call the server by a name that is in it ({_OPTIONS})"
+            f"the certificate of the server at {where} is refused: {error.verify_message}; give the "
+            "certificate of the authority that signed it, and call the server by a name that is in it "
+            f"({_OPTIONS})"
         )
     except ssl.SSLError as error:
         reason = error.reason or ""

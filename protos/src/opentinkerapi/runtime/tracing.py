@@ -1,7 +1,7 @@
-"""Traces through all processes of a cluster (OpenTelemetry). Off, and then free, until `configure` is told where to.
+"""Traces through all processes of a cluster (OpenTelemetry). Off, and then free, until `configure` is called.
 
-(Needs the extra `traces`.) What runs is a span; a call carries its span in its metadata as W3C `traceparent`, so
-that what the other side does belongs to the same trace. Within a process spans follow the tasks.
+(Needs the extra `traces`.) What runs is a span; a call carries its span in its metadata as W3C `traceparent`,
+so that what the other side does belongs to the same trace. Within a process spans follow the tasks.
 """
 
 import asyncio
@@ -31,8 +31,10 @@ _watching: set["asyncio.Task[None]"] = set()
 
 
 def configure(service: str, *, endpoint: str = "", file: str | Path | None = None) -> None:
-    """Send this process's spans to an OTLP collector (`http://host:4318/v1/traces`), or append them to a file, one
-    JSON object a line. Neither: nothing. MissingDependency without the extra. A second call changes nothing.
+    """Send this process's spans to an OTLP collector (`http://host:4318/v1/traces`), or append them to a file,
+    one JSON object a line. Neither: nothing. A second call changes nothing.
+
+    MissingDependency without the extra.
     """
     global _tracer
     if _tracer is not None or not (endpoint or file):
@@ -58,7 +60,9 @@ def is_on() -> bool:
 
 @contextmanager
 def span(name: str, parent: str = "", **attributes: str | int) -> Iterator[None]:
-    """What runs within is a span: a part of the current one, or of the one that `parent` (a traceparent) names."""
+    """What runs within is a span: a part of the current one, or of the one that the traceparent `parent`
+    names.
+    """
     if _tracer is None:
         yield
         return
@@ -108,7 +112,7 @@ def serving(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Ended:
 
 
 def calling(method: str) -> tuple[tuple[tuple[str, str], ...], Callable[[Any], Any]]:
-    """Begin the span of a call that is made: what its metadata gets, and what the call object goes through."""
+    """Begin the span of a call that is made: what its metadata gets, and what the call goes through."""
     if _tracer is None:
         return (), _same
     from opentelemetry import trace

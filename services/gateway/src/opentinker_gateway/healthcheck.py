@@ -1,7 +1,7 @@
 """`python -m opentinker_gateway.healthcheck URL`: exits with 0 if the gateway there serves.
 
-For container health checks; needs no key, as health is open to anyone. Whether that gateway speaks TLS, and what
-it has to be shown, is read from the environment, as the gateway itself reads it.
+For container health checks; needs no key, as health is open to anyone. Whether that gateway speaks TLS, and
+what it has to be shown, is read from the environment, as the gateway itself reads it.
 """
 
 import ssl

@@ -1,8 +1,8 @@
 """`python -m opentinker_kit.healthcheck HOST:PORT [NAME]`: exits with 0 if the server there says SERVING.
 
-For container health checks; needs no key, as health is open to anyone. Whether that server speaks TLS, and what
-it has to be shown, is read from the environment, as the server itself reads it. NAME is the name to look for in
-its certificate, where that is not for HOST.
+For container health checks; needs no key, as health is open to anyone. Whether that server speaks TLS, and
+what it has to be shown, is read from the environment, as the server itself reads it. NAME is the name to
+look for in its certificate, where that is not for HOST.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """What a server counts, for Prometheus. Off unless `metrics_port` is set; then `metrics_page` serves it.
 
-Labels hold names that somebody else may make up (projects, methods), so each metric takes so many sets of them
-and counts the rest under `other`.
+Labels hold names that somebody else may make up (projects, methods), so each metric takes so many sets of
+them and counts the rest under `other`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

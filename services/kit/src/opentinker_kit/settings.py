@@ -110,8 +110,8 @@ class ServerSettings(TransportSettings):
     reuse_port: bool = False
     """Bind although another socket of this user is bound to the port: the supervisor keeps ports that way."""
     advertise_address: str = ""
-    """`host:port` that others reach this server at; by default `listen_host` and the bound port. With `tls` it
-    is told to others as `grpcs://host:port`, unless it names a scheme itself."""
+    """`host:port` that others reach this server at; by default `listen_host` and the bound port. With `tls`
+    others are told `grpcs://host:port`, unless it names a scheme itself."""
     service_key_file: Path | None = None
     bootstrap_key_file: Path | None = None
     require_job_tokens: bool = False
@@ -134,7 +134,7 @@ class ServerSettings(TransportSettings):
     drain_s: float = Field(default=10.0, ge=0)
     """How long running calls may take to finish when the server is told to stop."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Serve metrics for Prometheus there, at /metrics; 0: a free port, which the log and `ready_file` name."""
+    """Serve metrics for Prometheus there, at /metrics; 0: a free port, which `ready_file` names."""
     metrics_host: str = "127.0.0.1"
     metrics_key_file: Path | None = None
     """The bearer token that whoever reads them has to send."""
@@ -172,8 +172,8 @@ class ServerSettings(TransportSettings):
     def _key_for_metrics(self) -> Self:
         if self.metrics_port is not None and self.metrics_host not in LOOPBACK and not self.metrics_key_file:
             raise ValueError(
-                f"metrics_host {self.metrics_host!r} can be reached from other machines, so metrics_key_file is "
-                "required: the metrics name projects and what they do"
+                f"metrics_host {self.metrics_host!r} can be reached from other machines, so metrics_key_file "
+                "is required: the metrics name projects and what they do"
             )
         return self
 

@@ -127,12 +127,17 @@ class SchedulerModels:
             with typed_failures():
                 await SchedulerServiceStub(await self._scheduler()).GetCluster(request, timeout=2.0)
         except ServiceError as error:
-            if error.reason is Reason.CONNECTION_LOST and (why := await self.channels.why_not(self._locate())):
-                log.error("the scheduler cannot be called", error=why)
+            if error.reason is Reason.CONNECTION_LOST:
+                await self._say_why()
             return error.reason is Reason.UNAUTHENTICATED
         except ValueError:
             return False
         return True
+
+    async def _say_why(self) -> None:
+        """Where it is TLS that keeps the scheduler from being called, whoever reads the log has to see it."""
+        if why := await self.channels.why_not(self._locate()):
+            log.error("the scheduler cannot be called", error=why)
 
     async def keep_for_ever(self) -> None:
         """Keep the jobs that serve on demand."""

@@ -22,7 +22,12 @@ class Page:
 
 
 def scrape(
-    port: int, *, path: str = "/metrics", key: str = "", tls: ssl.SSLContext | None = None, method: str = "GET"
+    port: int,
+    *,
+    path: str = "/metrics",
+    key: str = "",
+    tls: ssl.SSLContext | None = None,
+    method: str = "GET",
 ) -> Page:
     """Read a page as Prometheus does. Blocks: from a test on the server's loop call it in a thread."""
     url = f"{'http' if tls is None else 'https'}://localhost:{port}{path}"

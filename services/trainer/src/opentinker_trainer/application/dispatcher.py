@@ -192,7 +192,8 @@ class Dispatcher:
             return _failed(policy, logged, ServiceError(Reason.POISONED, text))
         async with self._counting(engine, policy, seq):
             try:
-                with tracing.span(f"operation {logged.WhichOneof('body')}", policy.traces.get(seq, ""), seq=seq):
+                name = f"operation {logged.WhichOneof('body')}"
+                with tracing.span(name, policy.traces.get(seq, ""), seq=seq):
                     return await self._executor.run(engine, policy, logged, begun=policy.begun)
             except ServiceError as error:
                 if error.reason in _NOT_AN_OUTCOME:
