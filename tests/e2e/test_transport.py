@@ -46,7 +46,7 @@ def info(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         **calls,
     }
     shown = {"certificate_file": str(certs / "client.pem"), "key_file": str(certs / "client.key")}
-    gateway = {"peer_tls": {**calls["peer_tls"], **shown}}
+    gateway = {"peer_tls": {**calls["peer_tls"], **shown}, "metrics_port": 0}
     directory = tmp_path_factory.mktemp("stack")
     seen = {"traces_file": str(directory / "spans.jsonl")}
     started = {role: {"metrics_port": free_port()} for role in ("trainer", "inference")}
@@ -66,6 +66,7 @@ def info(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         yield {
             **ready,
             "spans": Path(seen["traces_file"]),
+            "directory": directory,
             "metrics": {**ports, "scheduler": report["metrics_port"]},
         }
     finally:
@@ -155,3 +156,7 @@ def check_traces(path: Path) -> None:
 def test_the_gateway_calls_the_scheduler_by_tls(info: dict[str, Any]) -> None:
     with urllib.request.urlopen(f"{info['gateway']}/health", timeout=60) as answer:
         assert json.load(answer) == {"status": "serving"}
+    report = json.loads((info["directory"] / "gateway" / "ready.json").read_text())
+    asked = {"method": "GET", "route": "/health", "status": "200"}
+    page = scrape(report["metrics_port"])
+    assert page.value("opentinker_gateway_request_seconds_count", **asked) == 1

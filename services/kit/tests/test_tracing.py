@@ -29,6 +29,10 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
+def ended(spans: InMemorySpanExporter) -> tuple[ReadableSpan, ...]:
+    return spans.get_finished_spans()
+
+
 def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
     return [span for span in spans.get_finished_spans() if span.name.endswith(name)]
 
@@ -64,7 +68,7 @@ async def test_what_fails_is_marked(start: Start, spans: InMemorySpanExporter) -
         # Refused at the door: the client's span alone.
         await failure(BlobServiceStub(channel).GetDownload(DOWNLOAD))
     await wait_until(lambda: len(spans.get_finished_spans()) == 3, 10)
-    outcomes = {(span.kind.name, str((span.attributes or {})["opentinker.outcome"])) for span in spans.get_finished_spans()}
+    outcomes = {(span.kind.name, (span.attributes or {})["opentinker.outcome"]) for span in ended(spans)}
     assert outcomes == {("CLIENT", "INTERNAL"), ("SERVER", "INTERNAL"), ("CLIENT", "PERMISSION_DENIED")}
     assert all(not span.status.is_ok for span in spans.get_finished_spans())
 

@@ -20,7 +20,7 @@ def certs(
     for path in make_certificates(directory, host or (), days):
         typer.echo(f"  {path}")
     folder = directory.absolute()
-    typer.echo("Servers (PEER_TLS is for their own calls; without CLIENT_CA_FILE callers need no certificate):")
+    typer.echo("Servers (PEER_TLS is for their own calls; without CLIENT_CA_FILE callers show nothing):")
     typer.echo(f"  OPENTINKER_TLS__CERTIFICATE_FILE={folder / 'server.pem'}")
     typer.echo(f"  OPENTINKER_TLS__KEY_FILE={folder / 'server.key'}")
     typer.echo(f"  OPENTINKER_TLS__CLIENT_CA_FILE={folder / 'ca.pem'}")

@@ -23,6 +23,7 @@ FIRST_ANSWER_S = 10.0
 
 ADDRESS_VARIABLE = "OPENTINKER_ADDRESS"
 KEY_VARIABLE = "OPENTINKER_API_KEY"
+TRACES_ENDPOINT, TRACES_FILE = "OPENTINKER_TRACES_ENDPOINT", "OPENTINKER_TRACES_FILE"
 
 _default_lock = threading.Lock()
 
@@ -59,6 +60,8 @@ def connect(
     """
     from opentinker.connection.notices import notices
 
+    traces = os.environ.get(TRACES_ENDPOINT, ""), os.environ.get(TRACES_FILE)
+    tracing.configure("client", endpoint=traces[0], file=traces[1])
     address = address or (None if state_dir is not None else os.environ.get(ADDRESS_VARIABLE))
     with notices(progress) as say:
         embedded, tls = None, None
@@ -77,11 +80,6 @@ def connect(
             )
         else:
             tls = _tls(address, named)
-        tracing.configure(
-            "client",
-            endpoint=os.environ.get("OPENTINKER_TRACES_ENDPOINT", ""),
-            file=os.environ.get("OPENTINKER_TRACES_FILE"),
-        )
         portal = Portal().start()
         try:
             cluster = portal.run(_open(portal, address, key, tls, embedded, progress))

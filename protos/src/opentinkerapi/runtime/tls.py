@@ -7,6 +7,7 @@ handshake as UNAVAILABLE, as it does a server that is away, so `why_not` looks f
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,14 @@ PROBE_S = 3.0
 _ALERT_S = 1.0
 """How long it waits for a server to say that it does not like the client's certificate."""
 
+_TRIES, _PAUSE_S = 3, 0.2
+"""How often it looks whether a server closes the connection in its face, and how long it waits in between."""
+
 _OPTIONS = "a client: tls_ca, tls_cert, tls_key or OPENTINKER_TLS_CA, _CERT, _KEY; a server: peer_tls"
+
+
+class _Closed(Exception):
+    """The server closed the connection right after the handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +109,18 @@ def why_not(address: str, tls: TlsFiles | None, timeout_s: float = PROBE_S) -> s
     host, _, port = where.rpartition(":")
     if not host or not port.isdigit():
         return ""
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as raw:
-            if is_secure(address, tls):
-                return _why_no_tls(raw, where, host.strip("[]"), tls or TlsFiles())
-            return _why_not_plain(raw, where)
-    except OSError:
-        # Nobody listens there, or the network is in the way.
-        return ""
+    for _ in range(_TRIES):
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as raw:
+                if is_secure(address, tls):
+                    return _why_no_tls(raw, where, host.strip("[]"), tls or TlsFiles())
+                return _why_not_plain(raw, where)
+        except _Closed:
+            # A server that is being stopped does that once, and then nobody listens.
+            time.sleep(_PAUSE_S)
+        except OSError:
+            return ""
+    return _refuses(where, tls, "it closes the connection")
 
 
 async def explained(error: OpenTinkerError, address: str, tls: TlsFiles | None) -> OpenTinkerError:
@@ -143,38 +155,47 @@ def _why_no_tls(raw: "socket.socket", where: str, host: str, tls: TlsFiles) -> s
         with _context(tls).wrap_socket(raw, server_hostname=tls.server_name or host) as wrapped:
             # In TLS 1.3 a client has shaken hands before the server has seen its certificate.
             wrapped.settimeout(_ALERT_S)
-            if wrapped.recv(1):
-                return ""
-            return "" if tls.chain else _wants_certificate(where)
+            if not _speaks(wrapped):
+                raise _Closed
+            return ""
     except ssl.SSLCertVerificationError as error:
         return (
             f"the certificate of the server at {where} is refused: {error.verify_message}; give the "
             "certificate of the authority that signed it, and call the server by a name that is in it "
             f"({_OPTIONS})"
         )
-    except ssl.SSLError as error:
-        reason = error.reason or ""
-        if "ALERT" not in reason:
-            return (
-                f"the server at {where} does not speak TLS and was called with it: "
-                f"use the address {PLAIN_SCHEME}{where}, or give that server a certificate (tls)"
-            )
-        if tls.chain is None:
-            return _wants_certificate(where)
-        return (
-            f"the server at {where} refused this end's certificate ({reason.lower().replace('_', ' ')}): "
-            f"use one that the server's client_ca_file has signed ({_OPTIONS})"
-        )
-    except TimeoutError:
+    except ssl.SSLEOFError:
+        # As when the server was killed just then.
         return ""
-    except OSError:
-        return "" if tls.chain else _wants_certificate(where)
+    except ssl.SSLError as error:
+        reason = (error.reason or "").lower().replace("_", " ")
+        if "alert" in reason:
+            return _refuses(where, tls, reason)
+        return (
+            f"the server at {where} does not speak TLS and was called with it ({reason}): "
+            f"use the address {PLAIN_SCHEME}{where}, or give that server a certificate (tls)"
+        )
 
 
-def _wants_certificate(where: str) -> str:
+def _speaks(wrapped: "ssl.SSLSocket") -> bool:
+    """Whether a gRPC server says something at once, as it does to those whom it lets in."""
+    try:
+        return bool(wrapped.recv(1))
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def _refuses(where: str, tls: TlsFiles | None, how: str) -> str:
+    if tls is None or tls.chain is None:
+        return (
+            f"the server at {where} takes only callers with a certificate, and this end has none ({how}): "
+            f"give a certificate and its key that the server's client_ca_file has signed ({_OPTIONS})"
+        )
     return (
-        f"the server at {where} takes only callers with a certificate, and this end has none: "
-        f"give a certificate and its key that the server's client_ca_file has signed ({_OPTIONS})"
+        f"the server at {where} refused this end's certificate ({how}): "
+        f"use one that the server's client_ca_file has signed ({_OPTIONS})"
     )
 
 

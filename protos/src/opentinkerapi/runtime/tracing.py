@@ -31,8 +31,8 @@ _watching: set["asyncio.Task[None]"] = set()
 
 
 def configure(service: str, *, endpoint: str = "", file: str | Path | None = None) -> None:
-    """Send this process's spans to an OTLP collector (`http://host:4318/v1/traces`), or append them to a file,
-    one JSON object a line. Neither: nothing. A second call changes nothing.
+    """Send this process's spans to an OTLP collector (`http://host:4318/v1/traces`), or append them to a
+    file, one JSON object a line. Neither: nothing. A second call changes nothing.
 
     MissingDependency without the extra.
     """

@@ -95,6 +95,11 @@ class HttpServer:
         """`host:port` that others reach this server at."""
         return self._settings.advertise_address or f"{self._settings.listen_host}:{self.port}"
 
+    @property
+    def metrics_port(self) -> int:
+        """Where its metrics are read; 0 where there are none."""
+        return self._metrics_page.port if self._metrics_page is not None else 0
+
     def request_drain(self) -> None:
         """Start to stop; further requests change nothing."""
         self._server.should_exit = True

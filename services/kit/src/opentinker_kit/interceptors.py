@@ -114,8 +114,7 @@ class _Call:
     async def around(self, context: Any) -> AsyncIterator[None]:
         """Bind the call's ids, run its body, answer with a status if it raises, log how it ended."""
         set_principal(self._principal)
-        quiet = self.method.startswith(_QUIET)
-        end_span = _ignore if quiet else tracing.serving(self.method, context.invocation_metadata() or ())
+        end_span = self._begin_span(context)
         structlog.contextvars.bind_contextvars(method=self.method, call=self._request_id)
         start = time.perf_counter()
         failure: ServiceError | None = None
@@ -144,6 +143,11 @@ class _Call:
             end_span(str(outcome))
         if failure is not None:
             await abort(context, failure)
+
+    def _begin_span(self, context: Any) -> tracing.Ended:
+        if not tracing.is_on() or self.method.startswith(_QUIET):
+            return _ignore
+        return tracing.serving(self.method, context.invocation_metadata() or ())
 
     async def admit(self, request: Any) -> Any:
         """The request, if its handler may have it: parsed, complete, and for a job where that is needed."""

@@ -136,8 +136,8 @@ class KitServer:
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen and answer health checks (NOT_SERVING); returns the bound port.
 
-        OSError if the port is taken, ValueError if the TLS files are of no use. With `install_signals` SIGTERM
-        and SIGINT drain the server.
+        OSError if the port is taken, ValueError if the TLS files are of no use. With `install_signals`
+        SIGTERM and SIGINT drain the server.
         """
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
