@@ -12,6 +12,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose.yaml"
+WITH_TLS = ROOT / "deploy" / "compose.tls.yaml"
 DOCKERFILES = sorted(ROOT.glob("services/*/Dockerfile"))
 SERVICES = ("env_host", "gateway", "inference", "scheduler", "trainer")
 THIRD_PARTY = ("minio", "nats", "postgres")
@@ -24,17 +25,18 @@ SETTINGS = {
 }
 
 
-def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
+def compose(file: Path = COMPOSE) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(file.read_text())
     return loaded
 
 
-def test_compose_follows_the_schema() -> None:
+@pytest.mark.parametrize("file", [COMPOSE, WITH_TLS], ids=["compose", "tls"])
+def test_compose_follows_the_schema(file: Path) -> None:
     check = [
         Path(sys.executable).parent / "check-jsonschema",
         "--builtin-schema",
         "vendor.compose-spec",
-        COMPOSE,
+        file,
     ]
     done = subprocess.run(check, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,6 +71,20 @@ def test_each_service_accepts_the_settings_that_compose_passes(
         assert settings.s3.public_endpoint == "http://localhost:9000"
     if name != "scheduler":
         assert settings.advertise_address == f"localhost:{settings.listen_port}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_each_service_takes_its_certificates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = compose(WITH_TLS)["services"][name]
+    assert set(compose(WITH_TLS)["services"]) == set(SERVICES)
+    for key, value in (compose()["services"][name]["environment"] | service["environment"]).items():
+        monkeypatch.setenv(key, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
+    settings_class = getattr(importlib.import_module(f"opentinker_{name}.settings"), SETTINGS[name])
+    settings = settings_class()
+    assert str(settings.tls.certificate_file) == "/certs/server.pem"
+    assert str(settings.peer_tls.ca_file) == "/certs/ca.pem"
+    # OpenAI's clients have no certificate.
+    assert (settings.tls.client_ca_file is None) == (name == "gateway")
 
 
 def test_published_ports_are_on_this_host_unless_asked_otherwise() -> None:

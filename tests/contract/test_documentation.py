@@ -89,6 +89,7 @@ def test_each_reason_has_a_place_where_it_comes_from() -> None:
         "SERVER_STARTING",
         "STORAGE_FULL",
         "STORAGE_UNAVAILABLE",
+        "TLS_FAILED",
         "UNAUTHENTICATED",
         "UNIMPLEMENTED",
     }

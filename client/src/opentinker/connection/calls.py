@@ -15,6 +15,7 @@ import grpc.aio
 
 from opentinker import errors
 from opentinkerapi.runtime.channels import open_channel
+from opentinkerapi.runtime.tls import TlsFiles, explained, is_secure, why_not
 
 T = TypeVar("T")
 
@@ -51,7 +52,8 @@ class ControlPlane:
     """The way to the scheduler's services (jobs, runs, blobs, catalog), across restarts of the scheduler.
 
     `locate` gives its address now: an embedded scheduler that was restarted may listen elsewhere.
-    `obituary` says why waiting is in vain (the embedded stack has ended), or None.
+    `obituary` says why waiting is in vain (the embedded stack has ended), or None. `tls` is for every server
+    of the cluster.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class ControlPlane:
         locate: Callable[[], str],
         key: str | None,
         *,
+        tls: TlsFiles | None = None,
         obituary: Callable[[], str | None] = lambda: None,
         patience_s: float = CONTROL_PATIENCE_S,
     ) -> None:
         self._locate = locate
         self._key = key
+        self._tls = tls
         self._obituary = obituary
         self._patience_s = patience_s
         self._address = ""
@@ -87,8 +91,21 @@ class ControlPlane:
             if self._channel is not None:
                 self._retired.append(self._channel)
             self._address = address
-            self._channel = open_channel(address, key=self._key)
+            self._channel = self.open(address)
         return self._channel
+
+    def open(self, address: str, job_token: Callable[[], str] | None = None) -> grpc.aio.Channel:
+        """A channel to a server of the cluster, with the credentials of this connection."""
+        return open_channel(address, key=self._key, job_token=job_token, tls=self._tls)
+
+    async def explained(self, error: errors.OpenTinkerError, address: str) -> errors.OpenTinkerError:
+        """TlsFailed where that is why a server was not reached: waiting does not help."""
+        return await explained(error, address, self._tls)
+
+    async def check_tls(self, address: str) -> None:
+        """TlsFailed where a server that is called by TLS cannot be. For calls that are not repeated."""
+        if is_secure(address, self._tls) and (why := await asyncio.to_thread(why_not, address, self._tls)):
+            raise errors.TlsFailed(why, reason=errors.Reason.TLS_FAILED)
 
     async def call(
         self, method: Callable[[grpc.aio.Channel], Awaitable[T]], *, patience_s: float | None = None
@@ -103,6 +120,9 @@ class ControlPlane:
                 ended = self._obituary()
                 if ended is not None:
                     raise errors.Unavailable(ended, reason=errors.Reason.CONNECTION_LOST) from None
+                why = await self.explained(error, self._address)
+                if why is not error:
+                    raise why from None
                 if time.monotonic() >= deadline:
                     raise errors.Unavailable(
                         f"the scheduler at {self._address} did not answer for {patience:.0f} s: "

@@ -26,7 +26,6 @@ from opentinker.connection.specs import policy_jobs
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
 from opentinker.training.tuning import JobOptions, LoRA, ServerOptions, Tuning
-from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from opentinkerapi.trainer.v1 import trainer_service_pb2
@@ -298,7 +297,8 @@ class Cluster:
         if not address:
             return None
         if address not in self._env_channels:
-            self._env_channels[address] = open_channel(address, key=self.control.key)
+            await self.control.check_tls(address)
+            self._env_channels[address] = self.control.open(address)
         return self._env_channels[address]
 
     async def _info(self) -> scheduler_service_pb2.GetClusterResponse:

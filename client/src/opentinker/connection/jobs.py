@@ -22,7 +22,6 @@ from opentinker.connection.calls import PAUSE_S, ControlPlane, answer, stream
 from opentinker.connection.replicas import Replicas
 from opentinkerapi.inference.v1 import inference_service_pb2
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.status import decode
 from opentinkerapi.runtime.together import together
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
@@ -142,7 +141,7 @@ class Job:
         """After a call on `failed` did not get through: look where the slot is now.
 
         At once where another replica is left. Calls that failed together look once. Raises `error` when this
-        has gone on for too long.
+        has gone on for too long, TlsFailed where it would go on for ever.
         """
         if self._replicas[failed.role].lost(failed):
             self._seek(failed.role)
@@ -154,6 +153,9 @@ class Job:
             self._trouble_since = self._trouble_since or now
             if now - self._trouble_since > PATIENCE_S:
                 raise error
+            why = await self._control.explained(error, failed.address)
+            if why is not error:
+                raise why
             await asyncio.sleep(PAUSE_S)
             await self._resolve()
 
@@ -360,9 +362,7 @@ class Job:
             role = Role(endpoint.role)
             address = endpoint.address
             if address not in self._channels:
-                self._channels[address] = open_channel(
-                    address, key=self._control.key, job_token=self._newest_token
-                )
+                self._channels[address] = self._control.open(address, self._newest_token)
             channel = self._channels[address]
             link = Link(role, address, endpoint.attempt, self._newest_token, channel, self._epoch)
             found.setdefault(role, []).append(link)

@@ -13,6 +13,7 @@ from opentinker.rollout.seats import MAX_EPISODES
 from opentinker.rollout.trajectory import Trajectory
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.policy import Policy
+from opentinkerapi.runtime.tracing import traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def evaluate_async(policy: Policy, env: EnvironmentSpec, **options: Any) -> Awai
     return policy.portal.bridge(_evaluate(policy, env, **options))
 
 
+@traced("run")
 async def _run(policy: Policy, env: EnvironmentSpec, episodes: int, options: Mapping[str, Any]) -> RunResult:
     if episodes < 1:
         raise invalid("episodes", f"must be at least 1, not {episodes}")

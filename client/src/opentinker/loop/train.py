@@ -22,10 +22,12 @@ from opentinker.rollout.rollouts import Rollouts
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling import identity
 from opentinker.training.policy import Policy
+from opentinkerapi.runtime.tracing import traced
 
 _Recorder = Recorder[EvaluationResult]
 
 
+@traced("fit")
 async def train(plan: Plan, cluster: Cluster) -> FitResult:
     """The loop. Runs on the client's event loop."""
     async with await _Recorder.open(

@@ -33,6 +33,7 @@ from opentinker.training.results import Checkpoint, ForwardBackwardResult, StepR
 from opentinker.training.token_losses import CrossEntropy
 from opentinkerapi.trainer.v1 import trainer_service_pb2
 from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from opentinkerapi.runtime.tracing import traced
 
 IN_FLIGHT = 2
 """Steps that are under way at once: while the trainer computes one, the next is there already."""
@@ -49,6 +50,7 @@ COLUMNS = (
 _Recorder = Recorder[HeldOut]
 
 
+@traced("sft")
 async def train(plan: Plan, cluster: Cluster) -> SftResult:
     """The loop. Runs on the client's event loop."""
     start = await _start(plan, cluster)

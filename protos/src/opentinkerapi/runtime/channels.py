@@ -6,14 +6,15 @@ code.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.addresses import authority, balanced_config, is_several, target
 from opentinkerapi.runtime.retries import service_config
+from opentinkerapi.runtime.tls import TlsFiles, is_secure, split_address
 
 AUTHORIZATION = "authorization"
 JOB_TOKEN = "x-opentinker-job-token"
@@ -25,17 +26,6 @@ KEEPALIVE_MS = 20_000
 """How often an idle connection with calls on it is probed; servers allow twice as often."""
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM contents. `key` and `chain` only for mutual TLS; without `root` the system's authorities are
-    used.
-    """
-
-    root: bytes | None = None
-    key: bytes | None = None
-    chain: bytes | None = None
-
-
 def open_channel(
     address: str,
     *,
@@ -43,12 +33,13 @@ def open_channel(
     job_token: str | Callable[[], str] | None = None,
     tls: TlsFiles | None = None,
 ) -> grpc.aio.Channel:
-    """Open a channel to `address` (`host:port`, or several: see `addresses`). Connects on first use; close it
-    when done. OSError where of several names none is known.
+    """Open a channel to `address`: `host:port`, with a scheme (see `tls`) or several (see `addresses`). Connects
+    on first use; close it when done. OSError where of several names none is known.
 
     `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to, or a
     function that gives it anew for each call: tokens last as long as leases do.
     """
+    _, where = split_address(address)
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -60,18 +51,29 @@ def open_channel(
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 1),
-        ("grpc.service_config", balanced_config() if is_several(address) else service_config()),
+        ("grpc.service_config", balanced_config() if is_several(where) else service_config()),
         # Two channels to one address must not share a connection: closing one would then be felt by the
         # other.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if is_several(address):
-        options.append(("grpc.default_authority", authority(address)))
-    interceptors, address = _credentials(key, job_token), target(address)
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
-    credentials = grpc.ssl_channel_credentials(tls.root, tls.key, tls.chain)
-    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+    if is_several(where):
+        options.append(("grpc.default_authority", authority(where)))
+    interceptors, where = _credentials(key, job_token), target(where)
+    if not is_secure(address, tls):
+        return grpc.aio.insecure_channel(where, options=options, interceptors=interceptors)
+    files = tls or TlsFiles()
+    options += tls_options(files)
+    return grpc.aio.secure_channel(where, tls_credentials(files), options=options, interceptors=interceptors)
+
+
+def tls_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """What a channel shows and trusts."""
+    return grpc.ssl_channel_credentials(files.root, files.key, files.chain)
+
+
+def tls_options(files: TlsFiles) -> list[tuple[str, int | str]]:
+    """What a channel is told beside that."""
+    return [("grpc.ssl_target_name_override", files.server_name)] if files.server_name else []
 
 
 def auth_metadata(key: str | None, job_token: str | None = None) -> tuple[tuple[str, str], ...]:
@@ -87,7 +89,7 @@ def auth_metadata(key: str | None, job_token: str | None = None) -> tuple[tuple[
 def _credentials(
     key: str | None, job_token: str | Callable[[], str] | None
 ) -> Sequence[grpc.aio.ClientInterceptor]:
-    if not key and not job_token:
+    if not key and not job_token and not tracing.is_on():
         return []
 
     def pairs() -> tuple[tuple[str, str], ...]:
@@ -97,43 +99,53 @@ def _credentials(
 
 
 class _AddsMetadata:
-    """Adds credentials to every call; grpc.aio wants one interceptor class for each kind of call."""
+    """Adds credentials and the trace to every call; grpc.aio wants one class for each kind of call."""
 
     def __init__(self, pairs: Callable[[], tuple[tuple[str, str], ...]]) -> None:
         self._pairs = pairs
 
-    def _with_metadata(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    def _begin(
+        self, details: grpc.aio.ClientCallDetails
+    ) -> tuple[grpc.aio.ClientCallDetails, Callable[[Any], Any]]:
+        """The call as it is to be made, and what the call object goes through."""
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        for name, value in self._pairs():
+        method = details.method
+        trace, watch = tracing.calling(method.decode() if isinstance(method, bytes) else method)
+        for name, value in (*self._pairs(), *trace):
             metadata.add(name, value)
-        return grpc.aio.ClientCallDetails(
+        made = grpc.aio.ClientCallDetails(
             method=details.method,
             timeout=details.timeout,
             metadata=metadata,
             credentials=details.credentials,
             wait_for_ready=details.wait_for_ready,
         )
+        return made, watch
 
 
 class _UnaryUnary(_AddsMetadata, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request))
 
 
 class _UnaryStream(_AddsMetadata, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request))
 
 
 class _StreamUnary(_AddsMetadata, grpc.aio.StreamUnaryClientInterceptor):
     async def intercept_stream_unary(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request_iterator)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request_iterator))
 
 
 class _StreamStream(_AddsMetadata, grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
-        return await continuation(self._with_metadata(client_call_details), request_iterator)
+        details, watch = self._begin(client_call_details)
+        return watch(await continuation(details, request_iterator))

@@ -8,7 +8,7 @@
     ├── FailedPrecondition (RuntimeError)
     ├── Aborted (RuntimeError)
     ├── PermissionDenied (PermissionError)
-    ├── Unauthenticated (PermissionError)
+    ├── Unauthenticated (PermissionError), with TlsFailed
     ├── ResourceExhausted (RuntimeError)
     ├── Unavailable (ConnectionError)
     ├── DeadlineExceeded (TimeoutError)
@@ -196,6 +196,10 @@ class Unauthenticated(OpenTinkerError, PermissionError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+class TlsFailed(Unauthenticated):
+    """Two ends do not agree on TLS, or a certificate is missing or wrong; the message says which."""
+
+
 class ResourceExhausted(OpenTinkerError, RuntimeError):
     """Something is used up: a quota, memory, the room for a message."""
 
@@ -287,6 +291,7 @@ _BY_REASON: dict[Reason, type[OpenTinkerError]] = {
     Reason.UNSUPPORTED_OPTION: UnsupportedOption,
     Reason.INVALID_SAMPLE: InvalidSample,
     Reason.PROMPT_TOO_LONG: PromptTooLong,
+    Reason.TLS_FAILED: TlsFailed,
     Reason.EPISODE_NOT_FOUND: EpisodeNotFound,
     Reason.OPERATION_NOT_FOUND: OperationNotFound,
     Reason.REQUEST_ID_REUSED: RequestIdReused,

@@ -28,6 +28,7 @@ class Reason(StrEnum):
     INVALID_PAGE_TOKEN = "INVALID_PAGE_TOKEN"
     INVALID_WEIGHTS = "INVALID_WEIGHTS"
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    TLS_FAILED = "TLS_FAILED"
     PERMISSION_DENIED = "PERMISSION_DENIED"
     JOB_NOT_FOUND = "JOB_NOT_FOUND"
     SERVER_NOT_FOUND = "SERVER_NOT_FOUND"
@@ -121,6 +122,9 @@ CATALOGUE: Mapping[Reason, Entry] = MappingProxyType(
         ),
         Reason.INVALID_WEIGHTS: Entry(_Code.INVALID_ARGUMENT, "the weights do not fit the model"),
         Reason.UNAUTHENTICATED: Entry(_Code.UNAUTHENTICATED, "the API key is missing or wrong"),
+        Reason.TLS_FAILED: Entry(
+            _Code.UNAUTHENTICATED, "no TLS connection: a certificate is missing or wrong, or one end has none"
+        ),
         Reason.PERMISSION_DENIED: Entry(_Code.PERMISSION_DENIED, "this API key may not do that"),
         Reason.JOB_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such job"),
         Reason.SERVER_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such server"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from opentinker_env_host.adapters.failures import BusFailureSink
+from opentinker_env_host.adapters.metrics import CountedFailures, show
 from opentinker_env_host.adapters.worker_process import ProcessLauncher, WorkerProgram
 from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
 from opentinker_env_host.domain.pool import PoolLimits, WorkerPool
@@ -84,7 +85,8 @@ def build(
     }
     limits = HostLimits(settings.max_episodes, settings.max_group_size, settings.journal_steps)
     source = f"env_host/{settings.instance_id}" if settings.instance_id else "env_host"
-    host = EnvironmentHost(pools, limits, clock, BusFailureSink(bus, clock, source))
+    failures = CountedFailures(BusFailureSink(bus, clock, source))
+    host = EnvironmentHost(pools, limits, clock, failures)
     servicer = EnvHostServicer(host, clock)
 
     door = gate(settings, METHODS, ENV_HOST, clock)
@@ -99,6 +101,7 @@ def build(
         auth=door.auth,
         on_drain=drain,
     )
+    show(server.metrics, host, failures)
     return EnvHost(server, host, bus, door)
 
 

@@ -48,8 +48,9 @@ def build(settings: GatewaySettings, *, clock: Clock | None = None) -> Gateway:
         idle_s=settings.on_demand_idle_s,
         on_demand_jobs=settings.on_demand_jobs,
     )
-    models = SchedulerModels(settings.resolve_scheduler_address, clock, limits)
-    accounts = RemoteAccounts(settings.resolve_scheduler_address, settings.service_key(), clock)
+    locate, tls = settings.resolve_scheduler_address, settings.peer_files()
+    models = SchedulerModels(locate, clock, limits, tls=tls)
+    accounts = RemoteAccounts(locate, settings.service_key(), clock, tls=tls)
     return Gateway(HttpServer(settings, build_app(settings, models, clock, accounts)), models, accounts)
 
 

@@ -16,9 +16,12 @@ from typing import Any
 import structlog
 import uvicorn
 
+from opentinker_gateway.metrics import Counted
 from opentinker_gateway.settings import GatewaySettings
 from opentinker_kit.files import write_json
 from opentinker_kit.lifeline import watch_lifeline
+from opentinker_kit.metrics import PrometheusMetrics
+from opentinker_kit.metrics_page import MetricsPage
 
 log = structlog.get_logger()
 
@@ -35,6 +38,10 @@ class HttpServer:
         without TLS files that can be read.
         """
         self._settings = settings
+        metrics = PrometheusMetrics() if settings.metrics_port is not None else None
+        self._metrics_page = MetricsPage(settings, metrics.page) if metrics is not None else None
+        if metrics is not None:
+            app = Counted(app, metrics)
         tls = settings.tls
         ca = tls.client_ca_file if tls is not None else None
         self._server = _Quiet(
@@ -67,6 +74,8 @@ class HttpServer:
                 loop.add_signal_handler(signum, self.request_drain)
         if self._settings.lifeline_fd is not None:
             watch_lifeline(self._settings.lifeline_fd, lambda: self._orphaned(loop))
+        if self._metrics_page is not None:
+            await self._metrics_page.start()
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
         while not self._server.started:
             if self._serving.done():
@@ -75,6 +84,8 @@ class HttpServer:
             await asyncio.sleep(0.01)
         if self._settings.ready_file is not None:
             report = {"port": self.port, "address": self.address, "pid": os.getpid()}
+            if self._metrics_page is not None:
+                report["metrics_port"] = self._metrics_page.port
             write_json(self._settings.ready_file, report)
         log.info("listening", address=self.address)
         return self.port
@@ -84,6 +95,11 @@ class HttpServer:
         """`host:port` that others reach this server at."""
         return self._settings.advertise_address or f"{self._settings.listen_host}:{self.port}"
 
+    @property
+    def metrics_port(self) -> int:
+        """Where its metrics are read; 0 where there are none."""
+        return self._metrics_page.port if self._metrics_page is not None else 0
+
     def request_drain(self) -> None:
         """Start to stop; further requests change nothing."""
         self._server.should_exit = True
@@ -92,6 +108,8 @@ class HttpServer:
         """Return when the server has stopped."""
         assert self._serving is not None, "it was started"
         await self._serving
+        if self._metrics_page is not None:
+            await self._metrics_page.stop()
         log.info("stopped")
 
     def _listen(self) -> socket.socket:

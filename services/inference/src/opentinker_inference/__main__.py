@@ -10,11 +10,13 @@ from opentinker_inference.settings import InferenceSettings
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.logging import configure_logging
 from opentinker_kit.settings import load_settings
+from opentinker_kit.tracing import configure_tracing
 
 
 def main() -> None:
     settings = load_settings(InferenceSettings)
     configure_logging(settings, "inference")
+    configure_tracing(settings, "inference")
     try:
         status = asyncio.run(_serve(settings))
     except (ServiceError, OSError) as error:

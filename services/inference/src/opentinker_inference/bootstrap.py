@@ -14,6 +14,7 @@ from opentinker_inference.adapters.engine_process import (
     engine_environment,
     vllm_runs_on_cpu,
 )
+from opentinker_inference.adapters.metrics import show
 from opentinker_inference.adapters.tokenizer import ModelTokenizer
 from opentinker_inference.adapters.version_store import ObjectVersionStore
 from opentinker_inference.domain.service import InferenceDomain
@@ -109,6 +110,7 @@ class InferenceServer:
         self.server = build_server(
             settings, register, service_names=[SERVICE], auth=self._gate.auth, on_drain=self._on_drain
         )
+        show(self.server.metrics, self.domain)
         port = await self.server.start(install_signals=install_signals)
         if settings.scheduler_address or settings.scheduler_address_file:
             self._registration = self._register(config, model)

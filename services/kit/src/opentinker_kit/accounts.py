@@ -32,6 +32,7 @@ from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceStub
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.tls import TlsFiles, explained
 from opentinkerapi.scheduler.v1 import account_pb2, account_service_pb2
 from opentinkerapi.scheduler.v1.account_service_pb2_grpc import AccountServiceStub
 
@@ -57,10 +58,18 @@ class _Answer:
 
 
 class RemoteAccounts:
-    """The scheduler's accounts. `locate` says where the scheduler is now."""
+    """The scheduler's accounts. `locate` says where the scheduler is now, `tls` how it is called."""
 
-    def __init__(self, locate: Callable[[], str], service_key: str | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        locate: Callable[[], str],
+        service_key: str | None,
+        clock: Clock,
+        *,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._locate = locate
+        self._tls = tls
         self._service_key = service_key
         self._clock = clock
         self._address = ""
@@ -137,7 +146,7 @@ class RemoteAccounts:
         try:
             yield await self._open()
         except grpc.RpcError as error:
-            raise _reported(from_rpc_error(error)) from None
+            raise _reported(await explained(from_rpc_error(error), self._address, self._tls)) from None
         except (OSError, ValueError) as error:
             raise _unreachable(str(error)) from error
 
@@ -147,7 +156,7 @@ class RemoteAccounts:
             if self._channel is None or address != self._address:
                 if self._channel is not None:
                     await self._channel.close()
-                self._channel = open_channel(address, key=self._service_key)
+                self._channel = open_channel(address, key=self._service_key, tls=self._tls)
                 self._address = address
             return self._channel
 
@@ -175,7 +184,9 @@ def gate(settings: ServerSettings, methods: Mapping[str, Access], audience: str,
     """The door of a server that works for jobs, as its settings want it."""
     accounts, tokens = None, None
     if settings.require_job_tokens:
-        accounts = RemoteAccounts(settings.resolve_scheduler_address, settings.service_key(), clock)
+        accounts = RemoteAccounts(
+            settings.resolve_scheduler_address, settings.service_key(), clock, tls=settings.peer_files()
+        )
         tokens = TokenVerifier(audience, accounts.token_keys, clock)
     auth = AuthPolicy(settings.bootstrap_key(), settings.service_key(), methods, keys=accounts, tokens=tokens)
     return Gate(auth, accounts)

@@ -20,6 +20,7 @@ import structlog
 from opentinker_kit.auth import AuthPolicy, Principal, set_principal
 from opentinker_kit.errors import ServiceError, internal_error, new_error_id
 from opentinker_kit.required import check_required
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.channels import MAX_MESSAGE_BYTES
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.status import DETAILS_KEY
@@ -56,6 +57,8 @@ class EndedCall:
     outcome: str
     """OK, or the reason."""
     peer: str
+    seconds: float = 0.0
+    """How long it took; 0 where it was refused at the door."""
 
 
 Observer = Callable[[EndedCall], None]
@@ -111,6 +114,7 @@ class _Call:
     async def around(self, context: Any) -> AsyncIterator[None]:
         """Bind the call's ids, run its body, answer with a status if it raises, log how it ended."""
         set_principal(self._principal)
+        end_span = self._begin_span(context)
         structlog.contextvars.bind_contextvars(method=self.method, call=self._request_id)
         start = time.perf_counter()
         failure: ServiceError | None = None
@@ -133,10 +137,17 @@ class _Call:
             failure, outcome = internal_error(error_id), "INTERNAL"
             log.exception("call failed unexpectedly", error_id=error_id)
         finally:
-            self._log(outcome, failure, time.perf_counter() - start)
-            self._tell(str(outcome), context)
+            seconds = time.perf_counter() - start
+            self._log(outcome, failure, seconds)
+            self._tell(str(outcome), context, seconds)
+            end_span(str(outcome))
         if failure is not None:
             await abort(context, failure)
+
+    def _begin_span(self, context: Any) -> tracing.Ended:
+        if not tracing.is_on() or self.method.startswith(_QUIET):
+            return _ignore
+        return tracing.serving(self.method, context.invocation_metadata() or ())
 
     async def admit(self, request: Any) -> Any:
         """The request, if its handler may have it: parsed, complete, and for a job where that is needed."""
@@ -159,12 +170,18 @@ class _Call:
         elif not self.method.startswith(_QUIET):
             log.debug("call", **fields)
 
-    def _tell(self, outcome: str, context: Any) -> None:
+    def _tell(self, outcome: str, context: Any, seconds: float) -> None:
         if self._observer is not None:
             response = self.response if outcome == "OK" else None
             self._observer(
-                EndedCall(self.method, self._principal, self._request, response, outcome, context.peer())
+                EndedCall(
+                    self.method, self._principal, self._request, response, outcome, context.peer(), seconds
+                )
             )
+
+
+def _ignore(_: str) -> None:
+    return None
 
 
 async def abort(context: Any, error: ServiceError) -> None:

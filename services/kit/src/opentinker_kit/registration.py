@@ -19,8 +19,9 @@ import structlog
 from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.settings import ServerSettings
 from opentinkerapi.runtime.channels import open_channel
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
+from opentinkerapi.runtime.errors import OpenTinkerError, TlsFailed, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.tls import TlsFiles, explained
 from opentinkerapi.scheduler.v1 import job_pb2, server_registry_service_pb2, server_registry_service_pb2_grpc
 
 LOST_AFTER_S = 60.0
@@ -104,6 +105,8 @@ class Registration:
         self._last_seen = self._clock.monotonic()
         self._lease_until = 0.0
         self._task: asyncio.Task[None] | None = None
+        self._address = ""
+        self._tls: TlsFiles | None = None
         self.server = ""
         self.attempt = 0
 
@@ -143,7 +146,9 @@ class Registration:
                 )
 
     def _channel(self) -> grpc.aio.Channel:
-        return open_channel(self._settings.resolve_scheduler_address(), key=self._settings.service_key())
+        # Read anew each time: the scheduler may have moved, a certificate may have been replaced.
+        self._address, self._tls = self._settings.resolve_scheduler_address(), self._settings.peer_files()
+        return open_channel(self._address, key=self._settings.service_key(), tls=self._tls)
 
     async def _run(self) -> None:
         watchdog = asyncio.create_task(self._watch_scheduler(), name="registration-watchdog")
@@ -152,7 +157,7 @@ class Registration:
                 try:
                     await self._session()
                 except grpc.RpcError as error:
-                    if self._ended_by(from_rpc_error(error)):
+                    if self._ended_by(await explained(from_rpc_error(error), self._address, self._tls)):
                         return
                 except (OSError, ValueError) as error:
                     _log.warning("scheduler_unreachable", error=str(error))
@@ -162,7 +167,9 @@ class Registration:
 
     def _ended_by(self, error: OpenTinkerError) -> bool:
         """Whether the scheduler has replaced this server, which must then go."""
-        _log.info("scheduler_session_ended", reason=str(error.reason), message=error.message)
+        # With TLS set up wrongly no server ever registers: whoever reads the log has to see why.
+        say = _log.error if isinstance(error, TlsFailed) else _log.info
+        say("scheduler_session_ended", reason=str(error.reason), message=error.message)
         if error.reason == Reason.STALE_ATTEMPT:
             self._lease_until = 0.0
             self._handler.request_drain("another server took this one's place")

@@ -23,10 +23,13 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from opentinker_kit.auth import AuthPolicy
 from opentinker_kit.files import write_json
-from opentinker_kit.interceptors import CallInterceptor, Observer
+from opentinker_kit.interceptors import CallInterceptor, EndedCall, Observer
 from opentinker_kit.lifeline import watch_lifeline
+from opentinker_kit.metrics import Metrics, NoMetrics, PrometheusMetrics
+from opentinker_kit.metrics_page import MetricsPage
 from opentinker_kit.settings import LOOPBACK, ServerSettings
 from opentinkerapi.runtime.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
+from opentinkerapi.runtime.tls import TLS_SCHEME
 
 log = structlog.get_logger()
 
@@ -59,8 +62,9 @@ def build_server(
             f"refusing to listen on {settings.listen_host} without keys: anyone who reaches this machine "
             "could use the server; set service_key_file and bootstrap_key_file, or listen on 127.0.0.1"
         )
+    metrics = PrometheusMetrics(auth.methods) if settings.metrics_port is not None else None
     server = grpc.aio.server(
-        interceptors=[CallInterceptor(auth, observer)],
+        interceptors=[CallInterceptor(auth, _both(observer, metrics))],
         options=[
             ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -71,7 +75,18 @@ def build_server(
         ],
     )
     register(server)
-    return KitServer(settings, server, tuple(service_names), on_drain)
+    return KitServer(settings, server, tuple(service_names), on_drain, metrics)
+
+
+def _both(observer: Observer | None, metrics: PrometheusMetrics | None) -> Observer | None:
+    if observer is None or metrics is None:
+        return observer if metrics is None else metrics.call
+
+    def tell(call: EndedCall) -> None:
+        metrics.call(call)
+        observer(call)
+
+    return tell
 
 
 class KitServer:
@@ -83,7 +98,11 @@ class KitServer:
         server: grpc.aio.Server,
         service_names: Sequence[str],
         on_drain: OnDrain | None,
+        metrics: PrometheusMetrics | None = None,
     ) -> None:
+        self.metrics: Metrics = metrics or NoMetrics()
+        """Where the service says what there is to count."""
+        self._metrics_page = MetricsPage(settings, metrics.page) if metrics is not None else None
         self._settings = settings
         self._server = server
         self._names = service_names
@@ -100,8 +119,14 @@ class KitServer:
 
     @property
     def address(self) -> str:
-        """`host:port` that others reach this server at."""
-        return self._settings.advertise_address or f"{_bracketed(self._settings.listen_host)}:{self.port}"
+        """`host:port` that others reach this server at, `grpcs://host:port` where it speaks TLS."""
+        where = self._settings.advertise_address or f"{_bracketed(self._settings.listen_host)}:{self.port}"
+        return where if self._settings.tls is None or "://" in where else f"{TLS_SCHEME}{where}"
+
+    @property
+    def metrics_port(self) -> int:
+        """Where its metrics are read; 0 where there are none."""
+        return self._metrics_page.port if self._metrics_page is not None else 0
 
     @property
     def draining(self) -> bool:
@@ -111,7 +136,8 @@ class KitServer:
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen and answer health checks (NOT_SERVING); returns the bound port.
 
-        OSError if the port is taken. With `install_signals` SIGTERM and SIGINT drain the server.
+        OSError if the port is taken, ValueError if the TLS files are of no use. With `install_signals`
+        SIGTERM and SIGINT drain the server.
         """
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -123,6 +149,8 @@ class KitServer:
         if self.port == 0:
             raise OSError(f"cannot listen on {where}: the port is taken or not allowed")
         self._loop = asyncio.get_running_loop()
+        if self._metrics_page is not None:
+            await self._metrics_page.start()
         await self._server.start()
         if install_signals:
             for signum in (signal.SIGTERM, signal.SIGINT):
@@ -144,6 +172,8 @@ class KitServer:
             await self._health.set(name, status)
         if serving and service == "" and self._settings.ready_file is not None:
             report = {"port": self.port, "address": self.address, "pid": os.getpid()}
+            if self._metrics_page is not None:
+                report["metrics_port"] = self._metrics_page.port
             write_json(self._settings.ready_file, report)
 
     def request_drain(self) -> None:
@@ -164,9 +194,9 @@ class KitServer:
         tls = self._settings.tls
         if tls is None:
             return self._server.add_insecure_port(where)
-        client_ca = tls.client_ca_file.read_bytes() if tls.client_ca_file else None
+        key, certificate, client_ca = tls.read()
         credentials = grpc.ssl_server_credentials(
-            [(tls.key_file.read_bytes(), tls.certificate_file.read_bytes())],
+            [(key, certificate)],
             root_certificates=client_ca,
             require_client_auth=client_ca is not None,
         )
@@ -184,6 +214,8 @@ class KitServer:
             log.exception("draining failed; stopping anyway")
         finally:
             await self._server.stop(grace_s)
+            if self._metrics_page is not None:
+                await self._metrics_page.stop()
             self._stopped.set()
             log.info("stopped")
 

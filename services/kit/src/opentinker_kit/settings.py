@@ -17,6 +17,8 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from opentinkerapi.runtime.tls import TlsFiles, read_files
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -47,15 +49,61 @@ class TlsSettings(BaseModel):
     certificate_file: Path
     key_file: Path
     client_ca_file: Path | None = None
+    """Callers need a certificate that one of these authorities signed."""
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """The key, the certificate and the authorities of callers. ValueError if they are of no use."""
+        fields = ("tls.client_ca_file", "tls.certificate_file", "tls.key_file")
+        files = read_files(self.client_ca_file, self.certificate_file, self.key_file, fields=fields)
+        assert files.key is not None and files.chain is not None
+        return files.key, files.chain, files.root
 
 
-class ServerSettings(BaseSettings):
+class PeerTlsSettings(BaseModel):
+    """PEM files for the calls that a server makes to other servers, which are then made by TLS."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ca_file: Path | None = None
+    """Who signed their certificates; by default the system's authorities."""
+    certificate_file: Path | None = None
+    """Shown to servers that ask for one; by default the server's own (`tls`)."""
+    key_file: Path | None = None
+    server_name: str = ""
+    """The name that their certificates are checked for, instead of the host that is called."""
+
+
+class TransportSettings(BaseSettings):
+    """How a server is called, and how it calls others."""
+
+    model_config = SettingsConfigDict(env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="ignore")
+
+    tls: TlsSettings | None = None
+    """Without it the server speaks no TLS."""
+    peer_tls: PeerTlsSettings | None = None
+    """Without it servers whose address does not begin with `grpcs://` are called without TLS."""
+
+    def peer_files(self) -> TlsFiles | None:
+        """What this server shows and trusts when it calls others. ValueError if a file is of no use."""
+        if self.peer_tls is None:
+            return None
+        shown: TlsSettings | PeerTlsSettings | None = self.peer_tls
+        if self.peer_tls.certificate_file is None and self.peer_tls.key_file is None:
+            shown = self.tls
+        return read_files(
+            self.peer_tls.ca_file,
+            shown.certificate_file if shown is not None else None,
+            shown.key_file if shown is not None else None,
+            self.peer_tls.server_name,
+            fields=("peer_tls.ca_file", "peer_tls.certificate_file", "peer_tls.key_file"),
+        )
+
+
+class ServerSettings(TransportSettings):
     """Settings that all servers share. A service subclasses it and adds its own fields."""
 
     # What was given is not repeated in errors: it may be a secret where none belongs.
-    model_config = SettingsConfigDict(
-        env_prefix="OPENTINKER_", env_nested_delimiter="__", extra="forbid", hide_input_in_errors=True
-    )
+    model_config = SettingsConfigDict(extra="forbid", hide_input_in_errors=True)
 
     listen_host: str = "127.0.0.1"
     listen_port: int = Field(default=0, ge=0, le=65535)
@@ -63,8 +111,8 @@ class ServerSettings(BaseSettings):
     reuse_port: bool = False
     """Bind although another socket of this user is bound to the port: the supervisor keeps ports that way."""
     advertise_address: str = ""
-    """`host:port` that others reach this server at; by default `listen_host` and the bound port."""
-    tls: TlsSettings | None = None
+    """`host:port` that others reach this server at; by default `listen_host` and the bound port. With `tls`
+    others are told `grpcs://host:port`, unless it names a scheme itself."""
     service_key_file: Path | None = None
     bootstrap_key_file: Path | None = None
     require_job_tokens: bool = False
@@ -87,6 +135,15 @@ class ServerSettings(BaseSettings):
     """Written once the server serves: JSON with `port`, `address` and `pid`."""
     drain_s: float = Field(default=10.0, ge=0)
     """How long running calls may take to finish when the server is told to stop."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Serve metrics for Prometheus there, at /metrics; 0: a free port, which `ready_file` names."""
+    metrics_host: str = "127.0.0.1"
+    metrics_key_file: Path | None = None
+    """The bearer token that whoever reads them has to send."""
+    traces_endpoint: str = ""
+    """OTLP collector of traces, `http://host:4318/v1/traces`; empty: no traces."""
+    traces_file: Path | None = None
+    """Append spans there, as lines of JSON."""
     instance_id: str = ""
     log_level: str = "INFO"
     log_json: bool = True
@@ -114,6 +171,15 @@ class ServerSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _key_for_metrics(self) -> Self:
+        if self.metrics_port is not None and self.metrics_host not in LOOPBACK and not self.metrics_key_file:
+            raise ValueError(
+                f"metrics_host {self.metrics_host!r} can be reached from other machines, so metrics_key_file "
+                "is required: the metrics name projects and what they do"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _scheduler_for_tokens(self) -> Self:
         keys = self.service_key_file and self.bootstrap_key_file
         scheduler = self.scheduler_address or self.scheduler_address_file
@@ -129,6 +195,9 @@ class ServerSettings(BaseSettings):
 
     def bootstrap_key(self) -> str | None:
         return read_secret(self.bootstrap_key_file) if self.bootstrap_key_file else None
+
+    def metrics_key(self) -> str | None:
+        return read_secret(self.metrics_key_file) if self.metrics_key_file else None
 
     def nats_token(self) -> str | None:
         return read_secret(self.nats_token_file) if self.nats_token_file else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from opentinker_kit.logging import configure_logging
 from opentinker_kit.settings import load_settings
+from opentinker_kit.tracing import configure_tracing
 from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.replica_ports import LeadershipLost
 from opentinker_scheduler.settings import SchedulerSettings
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM, SIGINT or the end of the lifeline."""
     settings = load_settings(SchedulerSettings, argv)
     configure_logging(settings, "scheduler")
+    configure_tracing(settings, "scheduler")
     return asyncio.run(_serve(settings))
 
 

@@ -21,6 +21,7 @@ from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
 from opentinker_kit.settings import read_secret
 from opentinker_scheduler.access import SERVICES, access_table, is_audited
+from opentinker_scheduler.adapters.metrics import SchedulerMetrics
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
 from opentinker_scheduler.adapters.sql.database import Committed, SqlDatabase
@@ -150,6 +151,9 @@ class Scheduler:
             on_drain=self._drain,
             observer=self._ended,
         )
+
+        if settings.metrics_port is not None:
+            self.reconciler.watcher = SchedulerMetrics(self.server.metrics).tick
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen, migrate the database, take over what runs, serve. Returns the port.

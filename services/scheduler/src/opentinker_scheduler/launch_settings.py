@@ -18,6 +18,7 @@ def server_settings(
         include={
             "listen_host",
             "tls",
+            "peer_tls",
             "service_key_file",
             "bootstrap_key_file",
             "nats_url",
@@ -27,6 +28,8 @@ def server_settings(
             "lifeline_fd",
             "log_level",
             "log_json",
+            "traces_endpoint",
+            "traces_file",
             "model_roots",
             "model_cache_dir",
             "allow_any_model_dir",

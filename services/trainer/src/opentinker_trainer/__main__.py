@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.logging import configure_logging
 from opentinker_kit.settings import load_settings
+from opentinker_kit.tracing import configure_tracing
 from opentinker_trainer.bootstrap import TrainerServer
 from opentinker_trainer.settings import TrainerSettings
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM, SIGINT or the end of the lifeline."""
     settings = load_settings(TrainerSettings, argv)
     configure_logging(settings, "trainer")
+    configure_tracing(settings, "trainer")
     return asyncio.run(_serve(settings))
 
 

@@ -22,6 +22,7 @@ from opentinker_kit.server import KitServer, build_server
 from opentinker_kit.tokenizer_files import TokenizerFiles
 from opentinker_trainer.adapters.catalog import GrpcCatalog, NoCatalog
 from opentinker_trainer.adapters.engine_process import ProcessEngine
+from opentinker_trainer.adapters.metrics import TrainerMetrics
 from opentinker_trainer.application.admission import Admission, ByteBudget
 from opentinker_trainer.application.dispatcher import Dispatcher
 from opentinker_trainer.application.engine_host import EngineHost
@@ -72,7 +73,12 @@ class TrainerServer:
         self.host = EngineHost(make_engine or self._make_engine, self._clock)
         self.holdings = Holdings(managed=managed, holds_lease=self._holds_lease)
         self.catalog = (
-            GrpcCatalog(settings.resolve_scheduler_address, settings.service_key(), self._server_name)
+            GrpcCatalog(
+                settings.resolve_scheduler_address,
+                settings.service_key(),
+                self._server_name,
+                tls=settings.peer_files(),
+            )
             if managed
             else NoCatalog()
         )
@@ -87,6 +93,7 @@ class TrainerServer:
             auth=self._gate.auth,
             on_drain=self._drain,
         )
+        self.dispatcher.watcher = TrainerMetrics(self.server.metrics, self.holdings).ended
 
     def _build(self) -> None:
         settings, clock = self._settings, self._clock

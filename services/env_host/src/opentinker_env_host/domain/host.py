@@ -7,6 +7,7 @@ answer. How an episode is played, and played again when its worker died, is in `
 import asyncio
 import json
 import secrets
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -74,6 +75,9 @@ class EnvironmentHost:
         self._background = Background()
         self._player = Player(pools, failures, self._background, journal_steps=limits.journal_steps)
         self._started = False
+        self.opened: Counter[str] = Counter()
+        """Episodes so far, by environment."""
+        self.steps: Counter[str] = Counter()
         self.draining = False
 
     @property
@@ -181,6 +185,7 @@ class EnvironmentHost:
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
         for name in names:
             self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner)
+        self.opened[recipe.environment] += size
         return Group(f"groups/{group}", names)
 
     async def begin(self, name: str, owner: str = "") -> Reply:
@@ -268,6 +273,7 @@ class EnvironmentHost:
                 return stored
             answered = Answered(*await self._player.step(episode, action))
             episode.record(seq, key, action, answered)
+            self.steps[episode.recipe.environment] += 1
             return answered
 
     async def _finalize(self, episode: Episode) -> Reply:

@@ -25,6 +25,7 @@ from opentinkerapi.inference.v1 import inference_service_pb2 as pb
 from opentinkerapi.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from opentinkerapi.runtime.channels import auth_metadata
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.tls import TlsFiles
 from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -50,12 +51,14 @@ class Limits:
 class SchedulerModels:
     """Models by way of the scheduler."""
 
-    def __init__(self, locate: Callable[[], str], clock: Clock, limits: Limits) -> None:
-        """`locate` says where the scheduler is now."""
+    def __init__(
+        self, locate: Callable[[], str], clock: Clock, limits: Limits, *, tls: TlsFiles | None = None
+    ) -> None:
+        """`locate` says where the scheduler is now, `tls` how servers are called."""
         self._locate = locate
         self.clock = clock
         self._limits = limits
-        self.channels = Channels()
+        self.channels = Channels(tls)
         self.tokenizers = Tokenizers()
         self.load: dict[str, int] = {}
         """Requests on each server, of this gateway."""
@@ -123,9 +126,18 @@ class SchedulerModels:
         try:
             with typed_failures():
                 await SchedulerServiceStub(await self._scheduler()).GetCluster(request, timeout=2.0)
-        except (ServiceError, ValueError) as error:
-            return isinstance(error, ServiceError) and error.reason is Reason.UNAUTHENTICATED
+        except ServiceError as error:
+            if error.reason is Reason.CONNECTION_LOST:
+                await self._say_why()
+            return error.reason is Reason.UNAUTHENTICATED
+        except ValueError:
+            return False
         return True
+
+    async def _say_why(self) -> None:
+        """Where it is TLS that keeps the scheduler from being called, whoever reads the log has to see it."""
+        if why := await self.channels.why_not(self._locate()):
+            log.error("the scheduler cannot be called", error=why)
 
     async def keep_for_ever(self) -> None:
         """Keep the jobs that serve on demand."""

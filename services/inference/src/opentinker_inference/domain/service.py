@@ -23,6 +23,7 @@ from opentinker_inference.domain.sampling import (
     check_tokens,
     fit_to_context,
 )
+from opentinker_inference.domain.tally import Tally
 from opentinker_inference.domain.versions import LocalWeights, ModelRef
 from opentinker_inference.ports import EngineHost, VersionStore, Weights
 from opentinker_kit.clock import Clock
@@ -53,6 +54,7 @@ class InferenceDomain:
         self.end_token_ids = end_token_ids
         self.book = RequestBook(clock)
         self.leases = Leases()
+        self.tally = Tally()
         self._engine = engine
         self._store = store
         self._clock = clock
@@ -142,7 +144,9 @@ class InferenceDomain:
             try:
                 async with self.residency.use(model) as key:
                     job = ScoreJob(f"score-{next(self._runs)}", key, sequences, temperature, images)
-                    return await self._engine.score(job)
+                    scores = await self._engine.score(job)
+                    self.tally.scored_tokens += sum(map(len, sequences))
+                    return scores
             except ServiceError as error:
                 _raise_unless_again(error, tries)
         raise AssertionError("unreachable")
@@ -247,6 +251,7 @@ class InferenceDomain:
 
     async def _run(self, call: SampleCall) -> None:
         error: ServiceError | None = None
+        before = len(call.completions)
         try:
             async with call.limited():
                 for tries in range(_TRIES):
@@ -263,6 +268,7 @@ class InferenceDomain:
             log.exception("a request failed unexpectedly", request_id=call.spec.request_id)
             error = ServiceError(Reason.INTERNAL)
         call.finish(self._clock.monotonic(), error)
+        self.tally.ended(call, before)
         if call.acknowledged or (error is not None and not call.completions):
             self.book.drop(call.spec.request_id)
 

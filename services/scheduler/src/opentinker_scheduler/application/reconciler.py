@@ -7,6 +7,7 @@ session is told what it was not told. So a tick that dies half way, or a whole s
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 
@@ -35,6 +36,9 @@ _LONG_TICK_S = 0.02
 _FINISH_S = 2.0
 _DATABASE_FAILS = (Reason.STORAGE_UNAVAILABLE, Reason.STORAGE_FULL)
 
+Watcher = Callable[[Settled, float], None]
+"""Told how things stand after a tick, and how many seconds it took."""
+
 
 class Reconciler:
     """See the module's text. `run` it as a task; everything else is called from the same event loop."""
@@ -60,6 +64,7 @@ class Reconciler:
         self._woken = asyncio.Event()
         self._endings: list[Ending] = []
         self._busy: dict[str, asyncio.Task[None]] = {}
+        self.watcher: Watcher | None = None
 
     def wake(self) -> None:
         """Tick now: something happened."""
@@ -124,6 +129,7 @@ class Reconciler:
     async def tick(self) -> bool:
         """Look, settle, act; whether something is still on its way."""
         now = self._leases.beat()
+        began = time.perf_counter()
         endings = list(self._endings)
         seen = Observed(
             endings=[*endings, *self._unheard(now)],
@@ -138,6 +144,8 @@ class Reconciler:
         # Only now that it is written: had the transaction failed, the next tick would take them in.
         del self._endings[: len(endings)]
         self._act(settled, now)
+        if self.watcher is not None:
+            self.watcher(settled, time.perf_counter() - began)
         return settled.moving
 
     async def stop(self, *, stop_servers: bool, grace_s: float) -> None:

@@ -12,6 +12,7 @@ from opentinkerapi.catalog.v1 import catalog_service_pb2, catalog_service_pb2_gr
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.errors import from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
+from opentinkerapi.runtime.tls import TlsFiles, explained
 
 _DEADLINE_S = 10.0
 
@@ -20,8 +21,14 @@ class GrpcCatalog:
     """The scheduler's catalog. The channel is kept, and opened anew where the scheduler's address changed."""
 
     def __init__(
-        self, resolve_address: Callable[[], str], key: str | None, server: Callable[[], str]
+        self,
+        resolve_address: Callable[[], str],
+        key: str | None,
+        server: Callable[[], str],
+        *,
+        tls: TlsFiles | None = None,
     ) -> None:
+        self._tls = tls
         self._resolve_address = resolve_address
         self._key = key
         self._server = server
@@ -66,7 +73,7 @@ class GrpcCatalog:
         try:
             await getattr(stub, method)(request, timeout=_DEADLINE_S)
         except grpc.RpcError as error:
-            raised = from_rpc_error(error)
+            raised = await explained(from_rpc_error(error), self._address, self._tls)
             known = Reason.__members__.get(raised.reason or "", Reason.CONNECTION_LOST)
             raise ServiceError(known, f"catalog: {raised.message}", metadata=raised.metadata) from error
 
@@ -76,7 +83,7 @@ class GrpcCatalog:
             if self._channel is None or address != self._address:
                 if self._channel is not None:
                     await self._channel.close()
-                self._channel = open_channel(address, key=self._key)
+                self._channel = open_channel(address, key=self._key, tls=self._tls)
                 self._address = address
             return self._channel
 

@@ -24,6 +24,7 @@ from opentinker_trainer.domain.queue import Entry
 from opentinker_trainer.domain.samples import Limits, check_samples
 from opentinkerapi.data.v1 import train_sample_pb2
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import operation_pb2, trainer_service_pb2
 
@@ -178,6 +179,8 @@ class Admission:
             return
         if len(policy.bodies) < _BODIES_IN_MEMORY:
             policy.bodies[entry.seq] = logged
+        if trace := tracing.current():
+            policy.traces[entry.seq] = trace
         policy.queue.mark_logged(entry.seq, self._clock.monotonic())
         policy.changed.notify()
         self._holdings.work.notify()

@@ -8,7 +8,7 @@ there once, whatever happened.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import structlog
@@ -24,6 +24,7 @@ from opentinker_trainer.application.recovery import Recovery
 from opentinker_trainer.application.store import PolicyStore, Running
 from opentinker_trainer.ports import Engine
 from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
+from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.trainer.v1 import operation_pb2
 
@@ -34,6 +35,9 @@ _MARK_AFTER_S = 0.2
 """Operations that take longer are marked as running in the object store: if server and engine die together,
 the next server knows what was in the engine."""
 _IDLE_S = 1.0
+Watcher = Callable[[str, operation_pb2.Operation], None]
+"""Told the kind of each operation that has ended, with what became of it."""
+
 _NOT_AN_OUTCOME = (Reason.ENGINE_CRASHED, Reason.STALE_ATTEMPT)
 """The operation runs again, here or elsewhere."""
 
@@ -60,6 +64,7 @@ class Dispatcher:
         self._clock = clock
         self._recovery_every_steps = recovery_every_steps
         self._last = ""
+        self.watcher: Watcher | None = None
         self.turn = asyncio.Lock()
         """Held for a turn; whoever takes it finds every policy between two operations, or within one whose
         effect is not there yet."""
@@ -141,7 +146,10 @@ class Dispatcher:
             policy.results[seq] = done
         policy.queue.end(seq)
         policy.applied_seq = seq
-        policy.bodies.pop(seq, None)
+        policy.traces.pop(seq, None)
+        logged = policy.bodies.pop(seq, None)
+        if self.watcher is not None and logged is not None:
+            self.watcher(logged.WhichOneof("body") or "", done)
         # A restored checkpoint may be deleted: nothing may have to restore it again.
         restored = done.HasField("restore_checkpoint")
         if restored or policy.state.step - policy.steps_at_recovery >= self._recovery_every_steps:
@@ -163,6 +171,7 @@ class Dispatcher:
         if not policy.begun:
             policy.applied_seq = seq
             policy.bodies.pop(seq, None)
+            policy.traces.pop(seq, None)
 
     async def _body(self, policy: HeldPolicy, seq: int) -> pb.LoggedOperation:
         """A logged operation, kept at hand until it has run."""
@@ -183,7 +192,9 @@ class Dispatcher:
             return _failed(policy, logged, ServiceError(Reason.POISONED, text))
         async with self._counting(engine, policy, seq):
             try:
-                return await self._executor.run(engine, policy, logged, begun=policy.begun)
+                name = f"operation {logged.WhichOneof('body')}"
+                with tracing.span(name, policy.traces.get(seq, ""), seq=seq):
+                    return await self._executor.run(engine, policy, logged, begun=policy.begun)
             except ServiceError as error:
                 if error.reason in _NOT_AN_OUTCOME:
                     raise

@@ -77,6 +77,8 @@ class HeldPolicy:
     """How often an operation was running when its engine or server died."""
     causes: dict[int, str] = field(default_factory=dict)
     """What is known of the last such death, by seq."""
+    traces: dict[int, str] = field(default_factory=dict)
+    """The trace that an operation belongs to, by its seq; empty where no traces are made."""
     poisoned: set[int] = field(default_factory=set)
     uploads: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     """Version uploads under way, by the seq of their operation: the log is not cut beyond them."""
