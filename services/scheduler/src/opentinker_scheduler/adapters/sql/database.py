@@ -22,10 +22,11 @@ from sqlalchemy.pool import StaticPool
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.adapters.sql import tables
 from opentinker_scheduler.adapters.sql.accounts import SqlAccounts, SqlAudit
-from opentinker_scheduler.adapters.sql.capacity import Live, SqlAssignments, SqlJobs, SqlServers, SqlUsage
+from opentinker_scheduler.adapters.sql.capacity import Live, SqlAssignments, SqlJobs, SqlServers
 from opentinker_scheduler.adapters.sql.deployments import SqlDeployments
 from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
 from opentinker_scheduler.adapters.sql.requests import SqlOutbox, SqlRequests
+from opentinker_scheduler.adapters.sql.usage import SqlUsage
 from opentinker_scheduler.domain.names import new_id
 from opentinker_scheduler.ports import LeadershipLost, Transaction
 from opentinkerapi.runtime.reasons import Reason
@@ -52,7 +53,7 @@ OnCommit = Callable[[Committed], None]
 """Called in the event loop after a commit that changed something."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0006"
+HEAD = "0007"
 """The newest revision."""
 
 

@@ -179,15 +179,6 @@ Index(
     postgresql_where=_HELD,
 )
 
-usage = Table(
-    "usage",
-    metadata,
-    Column("project", String(63), primary_key=True),
-    Column("day", String(10), primary_key=True),
-    Column("slot_seconds", Float, nullable=False),
-    Column("gpu_seconds", Float, nullable=False),
-)
-
 policies = Table(
     "policies",
     metadata,
