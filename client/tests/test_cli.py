@@ -19,7 +19,20 @@ RUNNER = CliRunner()
 def test_help_names_every_command() -> None:
     text = RUNNER.invoke(app, ["--help"]).output
     assert all(
-        command in text for command in ("up", "down", "status", "export", "demo", "sft", "users", "keys")
+        command in text
+        for command in (
+            "up",
+            "down",
+            "status",
+            "export",
+            "sft",
+            "users",
+            "keys",
+            "jobs",
+            "queue",
+            "attach",
+            "usage",
+        )
     )
 
 

@@ -185,6 +185,7 @@ _ACCOUNTS: Mapping[str, Row] = {
         "API_KEY_NOT_FOUND",
         changes=True,
     ),
+    "ListUsage": Row(VIEWER, lambda w: accounts.ListUsageRequest(project=w.project), "PROJECT_NOT_FOUND"),
     "ListAuditEntries": Row(
         ADMIN, lambda w: accounts.ListAuditEntriesRequest(project=w.project), "PROJECT_NOT_FOUND"
     ),

@@ -2,6 +2,7 @@
 sees or changes anything of the other's.
 """
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +72,20 @@ def test_each_gets_what_it_gets_alone_and_nothing_of_the_other(
     assert second.policy.published.sha256 != first.policy.published.sha256
 
     one, two = tenants["one"], tenants["two"]
+    for cluster, results in ((one, [alone, first]), (two, [second])):
+        sampled = sum(int(row["tokens/sampled"]) for result in results for row in result.metrics)
+        accounts, seconds = Accounts(cluster.control), 0
+        # Servers say so with their renewals.
+        while (used := cluster.wait(accounts.usage("", 10, by_job=True))) and (
+            sum(row.tokens_sampled for row in used) < sampled
+        ):
+            time.sleep(1.0)
+            seconds += 1
+            assert seconds < 30, used
+        assert len(used) == len(results)
+        assert sum(row.tokens_sampled for row in used) == sampled
+        assert all(row.tokens_trained > 0 for row in used)
+        assert all(row.slot_seconds > 0 for row in used)
     owned = {name: {job.name for job in tenants[name].jobs().result()} for name in ("one", "two")}
     assert len(owned["one"]) >= 2
     assert owned["two"]

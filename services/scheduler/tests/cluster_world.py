@@ -23,6 +23,7 @@ from opentinker_scheduler.application.registry import Load, Registration, Regist
 from opentinker_scheduler.application.sessions import Assign, Drain, Release, Session, Sessions
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
+from opentinker_scheduler.application.usage import Usage
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.bootstrap import SqlOutboxSource
 from opentinker_scheduler.domain import jobs as rules
@@ -216,7 +217,9 @@ class Core:
         database: Any = self.database
         self.reconciler = Reconciler(database, machines, leases, sessions, placing, TIMING, clock)
         machines.on_exit = self.reconciler.exited
-        self.registry = Registry(database, leases, sessions, TERMS.budget, clock, self.reconciler.wake)
+        usage = Usage(database, clock)
+        wake = self.reconciler.wake
+        self.registry = Registry(database, leases, sessions, TERMS.budget, clock, wake, usage)
         models, answers = AnyModel(), Answers(database, clock)
         tokens = JobTokens(TokenSigner("a secret of tests"), clock)
         jobs = Jobs(OFFER, models, leases, tokens, clock, 600.0, Tenants())
@@ -230,7 +233,7 @@ class Core:
             self.registry,
             leases,
             clock,
-            self.reconciler.wake,
+            wake,
         )
         relayed: Any = bus
         self.relay = OutboxRelay(SqlOutboxSource(database), relayed)

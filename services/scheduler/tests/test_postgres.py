@@ -116,7 +116,9 @@ async def test_one_that_was_killed_and_started_again_leads_at_once(make: Callabl
         await asyncio.wait_for(third.open(NOW, B), SHORT_S / 4)
 
 
-async def test_a_lease_that_ran_out_is_renewed_where_nobody_wanted_it(make: Callable[[], SqlDatabase]) -> None:
+async def test_a_lease_that_ran_out_is_renewed_where_nobody_wanted_it(
+    make: Callable[[], SqlDatabase],
+) -> None:
     only = make()
     await only.open(NOW, A)
     await asyncio.sleep(SHORT_S + 0.1)

@@ -147,9 +147,7 @@ async def test_what_a_waiting_job_is_told_is_seen_everywhere(database: SqlDataba
         assert (seen.queue_position, seen.state_reason) == (7, "waiting for Godot")
 
 
-async def test_what_has_not_ended_is_known_again_after_a_restart(
-    database: SqlDatabase, records: Any
-) -> None:
+async def test_what_has_not_ended_is_known_again_after_a_restart(database: SqlDatabase, records: Any) -> None:
     def fill(tx: Transaction) -> None:
         tx.jobs.add(job())
         tx.jobs.add(job("done", JobState.FAILED))
@@ -200,10 +198,17 @@ async def test_what_is_rolled_back_is_not_remembered(database: SqlDatabase) -> N
 
 async def test_usage_adds_up_by_project_and_day(database: SqlDatabase) -> None:
     for project, day in (("p", "2026-01-01"), ("p", "2026-01-01"), ("q", "2026-01-01"), ("p", "2026-01-02")):
-        used = Used(2.0, 0.5)
-        await database.run(lambda tx, at=(project, day), used=used: tx.usage.add(*at, used))
+        who = replace(job(f"j-{project}"), project=project)
+        used = Used(2.0, 0.5, 3, 1)
+        await database.run(lambda tx, at=(who, day), used=used: tx.usage.add(*at, used))
     found = await database.run(lambda tx: tx.usage.of_day("2026-01-01"))
-    assert found == {"p": Used(4.0, 1.0), "q": Used(2.0, 0.5)}
+    assert found == {"p": Used(4.0, 1.0, 6, 2), "q": Used(2.0, 0.5, 3, 1)}
+    days = await database.run(lambda tx: tx.usage.page_days("p", None, 10))
+    assert [day for day, _ in days] == ["2026-01-02", "2026-01-01"]
+    assert await database.run(lambda tx: tx.usage.page_days("p", "2026-01-02", 10)) == days[1:]
+    (row,) = await database.run(lambda tx: tx.usage.page_jobs("p", None, 10))
+    assert row[1:] == ("j-p", Used(6.0, 1.5, 9, 3))
+    assert await database.run(lambda tx, last=row[0]: tx.usage.page_jobs("p", last, 10)) == []
 
 
 async def test_servers_come_back_as_they_were(database: SqlDatabase) -> None:

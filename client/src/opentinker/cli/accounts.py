@@ -182,6 +182,31 @@ def audit(
     _show(("when", "who", "project", "call", "what", "outcome"), rows, "nothing was changed yet")
 
 
+def usage(
+    project: Project = "",
+    jobs: Annotated[bool, typer.Option("--jobs", help="A row for each job instead of each day.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many rows.")] = 30,
+    state_dir: StateDir = None,
+    address: Address = None,
+    key: Key = None,
+) -> None:
+    """Show what a project used: slots, GPUs, tokens trained and sampled. Days are UTC."""
+    with running_cluster(state_dir, address, key) as cluster:
+        found = cluster.wait(Accounts(cluster.control).usage(project, limit, by_job=jobs))
+    rows = [
+        (
+            row.job or row.date,
+            f"{row.slot_seconds / 3600:,.2f}",
+            f"{row.gpu_seconds / 3600:,.2f}",
+            f"{row.tokens_trained:,}",
+            f"{row.tokens_sampled:,}",
+        )
+        for row in found
+    ]
+    titles = ("job" if jobs else "day", "slot hours", "GPU hours", "tokens trained", "tokens sampled")
+    _show(titles, rows, "nothing was used yet")
+
+
 def whoami(state_dir: StateDir = None, address: Address = None, key: Key = None) -> None:
     """Show who you are to the cluster."""
     with running_cluster(state_dir, address, key) as cluster:

@@ -112,6 +112,15 @@ class Accounts:
         )
         return await self._pages("ListAuditEntries", request, "entries", limit)
 
+    async def usage(self, project: str, limit: int, *, by_job: bool) -> list[account_pb2.Usage]:
+        """What a project used, by day or by job, newest first."""
+        request = pb.ListUsageRequest(
+            project=await self._project(project),
+            group=pb.USAGE_GROUP_JOB if by_job else pb.USAGE_GROUP_DAY,
+            page_size=min(limit, _PAGE),
+        )
+        return await self._pages("ListUsage", request, "usage", limit)
+
     async def _user(self, text: str) -> str:
         if text.startswith("users/"):
             return text

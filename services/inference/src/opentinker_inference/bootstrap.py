@@ -179,6 +179,7 @@ class InferenceServer:
             _Assignments(self.domain, self.engine, self.server),
             on_lost=self.server.request_drain,
             lost_after_s=settings.scheduler_loss_s,
+            meter=self.domain.meter,
         )
         registration.start()
         return registration

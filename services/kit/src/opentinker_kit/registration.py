@@ -17,6 +17,7 @@ import grpc.aio
 import structlog
 
 from opentinker_kit.clock import Clock, SystemClock
+from opentinker_kit.metering import TokenMeter
 from opentinker_kit.settings import ServerSettings
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.errors import OpenTinkerError, TlsFailed, from_rpc_error
@@ -90,8 +91,10 @@ class Registration:
         on_lost: Callable[[], None],
         clock: Clock | None = None,
         lost_after_s: float = LOST_AFTER_S,
+        meter: TokenMeter | None = None,
     ) -> None:
         self._settings = settings
+        self._meter = meter or TokenMeter()
         self._announcement = announcement
         self._handler = handler
         self._on_lost = on_lost
@@ -229,12 +232,19 @@ class Registration:
         yield request(
             hello=server_registry_service_pb2.SessionHello(server=self.server, attempt=self.attempt)
         )
+        # What an earlier session sent may not have arrived: the first renewal says all of it.
+        first = True
         while True:
             while self._statuses:
                 yield request(status=self._statuses.pop(0))
+            counts = [
+                job_pb2.TokenCount(job=job, trained=tokens.trained, sampled=tokens.sampled)
+                for job, tokens in self._meter.changed(everything=first)
+            ]
+            first = False
             yield request(
                 renewal=server_registry_service_pb2.SessionRenewal(
-                    load=self._handler.load(), ready=self._ready, failure=self._failure
+                    load=self._handler.load(), ready=self._ready, failure=self._failure, tokens=counts
                 )
             )
             self._changed.clear()

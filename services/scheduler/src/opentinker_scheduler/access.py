@@ -27,7 +27,7 @@ SERVICES = (
 
 _READS = """
     GetJob ListJobs WatchJob GetCluster ListServers
-    GetCaller ListProjects ListMembers ListApiKeys ListTokenKeys
+    GetCaller ListProjects ListMembers ListApiKeys ListTokenKeys ListUsage
     GetPolicy ListPolicies GetVersion ListVersions GetCheckpoint ListCheckpoints ExportWeights
     GetDeployment ListDeployments ResolveModel
     GetRun ListRuns ListMetrics GetLoopState ListGroups ListArtifacts GetDownload

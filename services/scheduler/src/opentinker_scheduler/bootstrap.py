@@ -45,6 +45,7 @@ from opentinker_scheduler.application.sessions import Sessions
 from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
+from opentinker_scheduler.application.usage import Usage
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.dependencies import look_at_dependencies
 from opentinker_scheduler.launch_settings import server_settings
@@ -121,6 +122,7 @@ class Scheduler:
             keep=timedelta(days=settings.audit_keep_days),
             most=settings.audit_max_entries,
         )
+        self._usage = Usage(self.database, self._clock)
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
         self.launcher = launcher or self._launcher()
         self.reconciler = Reconciler(
@@ -139,15 +141,14 @@ class Scheduler:
             settings.crash_budget(),
             self._clock,
             self.reconciler.wake,
+            self._usage,
         )
         self.server: KitServer = build_server(
             settings,
             self._add_servicers,
             service_names=[service.full_name for service in SERVICES],
             auth=auth
-            or AuthPolicy(
-                settings.bootstrap_key(), settings.service_key(), access_table(), keys=self._keys
-            ),
+            or AuthPolicy(settings.bootstrap_key(), settings.service_key(), access_table(), keys=self._keys),
             on_drain=self._drain,
             observer=self._ended,
         )
@@ -171,6 +172,7 @@ class Scheduler:
             ("leadership", self._lead(Leadership(self.database, self._sessions, self.server).keep())),
             ("outbox", self._relay.run()),
             ("audit", self._audit.run()),
+            ("usage", self._usage.run()),
             ("forget", self._forget()),
             ("sweep", self._sweep()),
             ("dependencies", look_at_dependencies(self.server, self._bus, self._store, self._clock)),
@@ -188,6 +190,7 @@ class Scheduler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(ServiceError):
             await self._audit.flush()
+            await self._usage.take_in()
         await self._bus.close()
         await self.database.close()
         if self._failed is not None:
@@ -244,7 +247,9 @@ class Scheduler:
             ServerRegistryServicer(self._registry, self._leases), server
         )
         account_service_pb2_grpc.add_AccountServiceServicer_to_server(
-            AccountServicer(database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit),
+            AccountServicer(
+                database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit, self._usage
+            ),
             server,
         )
         catalog_service_pb2_grpc.add_CatalogServiceServicer_to_server(
@@ -322,6 +327,7 @@ class Scheduler:
             with contextlib.suppress(ServiceError):
                 await self.database.run(self._forget_answers)
                 await self.database.run(self._audit.forget)
+                await self.database.run(self._usage.forget)
             await self._clock.sleep(_FORGET_EVERY_S)
 
     async def _sweep(self) -> None:

@@ -28,7 +28,7 @@ from opentinker_scheduler.domain.records import (
     Run,
     Version,
 )
-from opentinker_scheduler.domain.shares import Used
+from opentinker_scheduler.usage_ports import UsageRepository
 
 T = TypeVar("T")
 
@@ -111,18 +111,6 @@ class AssignmentRepository(Protocol):
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         """Those of a server that have not ended."""
-        ...
-
-
-class UsageRepository(Protocol):
-    """What projects used, by UTC day ("2026-01-31")."""
-
-    def add(self, project: str, day: str, used: Used) -> None:
-        """Count something more."""
-        ...
-
-    def of_day(self, day: str) -> Mapping[str, Used]:
-        """By project."""
         ...
 
 

@@ -15,6 +15,7 @@ from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import EventBus, NatsEventBus, NullEventBus
 from opentinker_kit.job_tokens import TRAINER
+from opentinker_kit.metering import TokenMeter
 from opentinker_kit.models import image_settings, resolve_model, tokenizer_files
 from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.registration import Announcement, Assignment, Registration
@@ -120,6 +121,7 @@ class TrainerServer:
             checkpoint_ttl_s=settings.checkpoint_ttl_s,
         )
         recovery = Recovery(store, executor, clock, state_dir / "recovery")
+        self._meter = TokenMeter()
         self.dispatcher = Dispatcher(
             self.host,
             self.holdings,
@@ -128,6 +130,7 @@ class TrainerServer:
             store,
             clock,
             recovery_every_steps=settings.recovery_every_steps,
+            meter=self._meter,
         )
         self.trainer = Trainer(
             self._base,
@@ -277,6 +280,7 @@ class TrainerServer:
             _Handler(self.trainer, self.holdings, self.server),
             on_lost=self.server.request_drain,
             lost_after_s=settings.scheduler_loss_s,
+            meter=self._meter,
         )
         self._registration.start()
 

@@ -291,6 +291,11 @@ def _tokens(call: SampleCall) -> int:
     return sum(len(completion.token_ids) for completion in call.completions)
 
 
+def owner_of(request_id: str) -> str:
+    """The job that asked, `jobs/{job}`; empty where none is known."""
+    return request_id.partition(OWNER)[0] if request_id.startswith("jobs/") else ""
+
+
 def _given(request_id: str) -> str:
     """The id as its job gave it."""
     return request_id.partition(OWNER)[2] if request_id.startswith("jobs/") else request_id

@@ -9,11 +9,12 @@ import structlog
 
 from opentinker_inference.domain.images import Images
 from opentinker_inference.domain.leases import Leases
-from opentinker_inference.domain.requests import RequestBook, SampleCall, SampleSpec
+from opentinker_inference.domain.requests import RequestBook, SampleCall, SampleSpec, owner_of
 from opentinker_inference.domain.residency import AdapterResidency, MergedResidency, Residency
 from opentinker_inference.domain.sampling import (
     MAX_COMPLETIONS,
     MAX_SEED,
+    Completion,
     EngineInfo,
     SampleJob,
     SamplingParams,
@@ -28,6 +29,7 @@ from opentinker_inference.domain.versions import LocalWeights, ModelRef
 from opentinker_inference.ports import EngineHost, VersionStore, Weights
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
+from opentinker_kit.metering import TokenMeter
 from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
@@ -55,6 +57,7 @@ class InferenceDomain:
         self.book = RequestBook(clock)
         self.leases = Leases()
         self.tally = Tally()
+        self.meter = TokenMeter()
         self._engine = engine
         self._store = store
         self._clock = clock
@@ -291,6 +294,8 @@ class InferenceDomain:
             )
             async for event in self._engine.sample(job):
                 call.add(event)
+                if isinstance(event, Completion):
+                    self.meter.sampled(owner_of(call.spec.request_id), len(event.token_ids))
 
 
 def _raise_unless_again(error: ServiceError, tries: int) -> None:

@@ -1,6 +1,6 @@
 """How a job changes in a transaction: its row, its slots and its announcement together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, time, timedelta
 
@@ -18,7 +18,7 @@ from opentinker_scheduler.domain.model import (
 from opentinker_scheduler.domain.names import require
 from opentinker_scheduler.domain.records import Fact
 from opentinker_scheduler.domain.replicas import Place, suffices
-from opentinker_scheduler.domain.shares import used
+from opentinker_scheduler.domain.shares import Used, used
 from opentinker_scheduler.ports import Transaction
 from opentinkerapi.runtime.reasons import Reason
 
@@ -56,6 +56,9 @@ def save_job(tx: Transaction, before: Job, after: Job, now: datetime) -> Job:
     after, seconds = rules.timed(before, after, now)
     if seconds > 0:
         count_usage(tx, before, now)
+    if before.grant_time is None and after.grant_time is not None:
+        # So that it is among the jobs that used something from its first second on.
+        tx.usage.add(after, day_of(now), Used())
     after = tx.jobs.save(after)
     if after.state is not before.state:
         _announce(tx, after, now)
@@ -66,11 +69,17 @@ def save_job(tx: Transaction, before: Job, after: Job, now: datetime) -> Job:
 
 def count_usage(tx: Transaction, job: Job, now: datetime) -> None:
     """Write down what a job used while it held slots, day by day."""
+    for day, more in held_since_grant(job, now):
+        tx.usage.add(job, day, more)
+
+
+def held_since_grant(job: Job, now: datetime) -> Iterator[tuple[str, Used]]:
+    """By UTC day, what a job uses with the slots that it holds."""
     start = job.grant_time
     while start is not None and start < now:
         midnight = datetime.combine(start.date() + timedelta(days=1), time(), start.tzinfo)
         end = min(midnight, now)
-        tx.usage.add(job.project, day_of(start), used(job.cost, (end - start).total_seconds()))
+        yield day_of(start), used(job.cost, (end - start).total_seconds())
         start = end
 
 

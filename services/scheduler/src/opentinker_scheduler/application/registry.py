@@ -1,6 +1,6 @@
 """Servers on their own behalf: register, stay alive, report, leave."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from opentinker_kit.clock import Clock
@@ -8,6 +8,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.changes import end_assignment, end_server, restart_job
 from opentinker_scheduler.application.leases import Leases
 from opentinker_scheduler.application.sessions import Lease, Session, Sessions
+from opentinker_scheduler.application.usage import TokenCount, Usage
 from opentinker_scheduler.domain.jobs import CrashBudget
 from opentinker_scheduler.domain.model import (
     STATIC,
@@ -62,6 +63,7 @@ class Registry:
         budget: CrashBudget,
         clock: Clock,
         wake: Callable[[], None],
+        usage: Usage,
     ) -> None:
         self._database = database
         self._leases = leases
@@ -69,6 +71,7 @@ class Registry:
         self._budget = budget
         self._clock = clock
         self._wake = wake
+        self._usage = usage
         self.loads: dict[str, Load] = {}
 
     async def register(self, asked: Registration) -> Server:
@@ -95,13 +98,21 @@ class Registry:
         """The stream ended; the lease goes on until its time."""
         self._sessions.forget(session)
 
-    async def renewed(self, session: Session, load: Load, ready: bool, failure: str) -> None:
+    async def renewed(
+        self,
+        session: Session,
+        load: Load,
+        ready: bool,
+        failure: str,
+        tokens: Sequence[TokenCount] = (),
+    ) -> None:
         """A renewal came: extend the lease, note what changed. STALE_ATTEMPT if the lease was over."""
         if not self._leases.renew_server(session.server_id):
             raise ServiceError(
                 Reason.STALE_ATTEMPT, "the lease of this server is over; register again", retry_after_s=0.0
             )
         self.loads[session.server_id] = load
+        self._usage.heard(session.server_id, tokens)
         session.send(Lease(self._leases.server_ttl_s))
         # A thousand servers renew hundreds of times a second: only what is new reaches the database.
         if failure:

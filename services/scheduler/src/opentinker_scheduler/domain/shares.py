@@ -17,13 +17,20 @@ NOTHING = Cost()
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What jobs held over time."""
+    """What jobs held over time, and what was done for them."""
 
     slot_seconds: float = 0.0
     gpu_seconds: float = 0.0
+    tokens_trained: int = 0
+    tokens_sampled: int = 0
 
     def __add__(self, other: "Used") -> "Used":
-        return Used(self.slot_seconds + other.slot_seconds, self.gpu_seconds + other.gpu_seconds)
+        return Used(
+            self.slot_seconds + other.slot_seconds,
+            self.gpu_seconds + other.gpu_seconds,
+            self.tokens_trained + other.tokens_trained,
+            self.tokens_sampled + other.tokens_sampled,
+        )
 
 
 def used(cost: Cost, seconds: float) -> Used:

@@ -12,6 +12,7 @@ from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.audit import AuditLog
 from opentinker_scheduler.application.pages import make_token, page_size, read_int, read_text
 from opentinker_scheduler.application.tokens import JobTokens
+from opentinker_scheduler.application.usage import Usage
 from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.wire import accounts as wire
 from opentinkerapi.runtime.reasons import Reason
@@ -32,6 +33,7 @@ class AccountServicer(AccountServiceServicer):
         keys: KeyRing,
         tokens: JobTokens,
         audit: AuditLog,
+        usage: Usage,
     ) -> None:
         self._database = database
         self._answers = answers
@@ -39,6 +41,7 @@ class AccountServicer(AccountServiceServicer):
         self._keys = keys
         self._tokens = tokens
         self._audit = audit
+        self._usage = usage
 
     async def GetCaller(self, request: pb.GetCallerRequest, context: Any) -> pb.GetCallerResponse:
         return wire.write_caller(current_principal())
@@ -155,6 +158,29 @@ class AccountServicer(AccountServiceServicer):
             token = make_token("ListAuditEntries", scope, found[size - 1].seq) if len(found) > size else ""
             entries = map(wire.write_entry, found[:size])
             return pb.ListAuditEntriesResponse(entries=entries, next_page_token=token)
+
+        return await self._database.run(read)
+
+    async def ListUsage(self, request: pb.ListUsageRequest, context: Any) -> pb.ListUsageResponse:
+        who, size = current_principal(), page_size(request.page_size)
+        by_job = wire.is_by_job(request.group)
+        # What servers said a moment ago, too.
+        await self._usage.take_in()
+
+        def read(tx: Transaction) -> pb.ListUsageResponse:
+            project = self._accounts.project_id(tx, who, request.project)
+            scope = f"{project}/{request.group}"
+            if by_job:
+                last = read_int("ListUsage", scope, request.page_token)
+                jobs = self._usage.jobs(tx, project, last, size + 1)
+                token = make_token("ListUsage", scope, jobs[size - 1][0]) if len(jobs) > size else ""
+                rows = [wire.write_usage(project, used, job=job) for _, job, used in jobs[:size]]
+            else:
+                before = read_text("ListUsage", scope, request.page_token)
+                days = self._usage.days(tx, project, before, size + 1)
+                token = make_token("ListUsage", scope, days[size - 1][0]) if len(days) > size else ""
+                rows = [wire.write_usage(project, used, day=day) for day, used in days[:size]]
+            return pb.ListUsageResponse(usage=rows, next_page_token=token)
 
         return await self._database.run(read)
 

@@ -64,7 +64,8 @@ class ServerRegistryServicer(ServerRegistryServiceServicer):
             case "renewal":
                 renewal = request.renewal
                 load = wire.read_load(renewal.load)
-                await self._registry.renewed(session, load, renewal.ready, renewal.failure)
+                tokens = list(map(wire.read_tokens, renewal.tokens))
+                await self._registry.renewed(session, load, renewal.ready, renewal.failure, tokens)
             case "status":
                 status = request.status
                 state = wire.read_enum(wire.REPORTS, status.state, "status.state", "assignment state")

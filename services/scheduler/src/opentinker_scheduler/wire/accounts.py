@@ -10,6 +10,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.account_ports import AuditFilter
 from opentinker_scheduler.application.accounts import NewKey
 from opentinker_scheduler.domain.accounts import ApiKey, AuditEntry, Member, Project, User
+from opentinker_scheduler.domain.shares import Used
 from opentinker_scheduler.wire.jobs import read_enum, timestamp
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import account_pb2
@@ -102,6 +103,24 @@ def write_entry(entry: AuditEntry) -> account_pb2.AuditEntry:
         resource=entry.resource,
         outcome=entry.outcome,
         peer=entry.peer,
+    )
+
+
+def is_by_job(group: "pb.UsageGroup.ValueType") -> bool:
+    """Whether rows of usage are jobs, and not days."""
+    groups = {pb.USAGE_GROUP_UNSPECIFIED: False, pb.USAGE_GROUP_DAY: False, pb.USAGE_GROUP_JOB: True}
+    return read_enum(groups, group, "group", "usage group")
+
+
+def write_usage(project: str, used: Used, *, day: str = "", job: str = "") -> account_pb2.Usage:
+    return account_pb2.Usage(
+        project=f"projects/{project}",
+        date=day,
+        job=f"jobs/{job}" if job else "",
+        slot_seconds=used.slot_seconds,
+        gpu_seconds=used.gpu_seconds,
+        tokens_trained=used.tokens_trained,
+        tokens_sampled=used.tokens_sampled,
     )
 
 

@@ -12,6 +12,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application import sessions
 from opentinker_scheduler.application.jobs import JobEndpoint, NewJob
 from opentinker_scheduler.application.registry import Load, Registration
+from opentinker_scheduler.application.usage import TokenCount
 from opentinker_scheduler.domain.model import (
     AssignmentState,
     Failure,
@@ -272,6 +273,10 @@ def read_registration(request: registry_pb2.RegisterServerRequest) -> Registrati
 
 def read_load(load: job_pb2.ServerLoad) -> Load:
     return Load(load.running_requests, load.queued_requests, load.memory_bytes)
+
+
+def read_tokens(count: job_pb2.TokenCount) -> TokenCount:
+    return TokenCount(count.job.removeprefix("jobs/"), count.trained, count.sampled)
 
 
 def write_down(message: sessions.Down) -> registry_pb2.ServerSessionResponse:

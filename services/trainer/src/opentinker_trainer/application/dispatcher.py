@@ -15,6 +15,7 @@ import structlog
 
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError, internal_error, new_error_id
+from opentinker_kit.metering import TokenMeter
 from opentinker_trainer.application.engine_host import EngineHost
 from opentinker_trainer.application.executor import Executor
 from opentinker_trainer.application.held import HeldPolicy
@@ -55,6 +56,7 @@ class Dispatcher:
         clock: Clock,
         *,
         recovery_every_steps: int,
+        meter: TokenMeter,
     ) -> None:
         self._host = host
         self._holdings = holdings
@@ -63,6 +65,7 @@ class Dispatcher:
         self._store = store
         self._clock = clock
         self._recovery_every_steps = recovery_every_steps
+        self._meter = meter
         self._last = ""
         self.watcher: Watcher | None = None
         self.turn = asyncio.Lock()
@@ -142,6 +145,10 @@ class Dispatcher:
         policy.begun = done is None
         if done is None:
             return
+        # Here and not where the engine runs it: what is run again after a crash is not used twice.
+        if done.state == operation_pb2.OPERATION_STATE_DONE:
+            self._meter.trained(policy.job, policy.pass_tokens)
+        policy.pass_tokens = 0
         if seq > policy.queue.acked_seq:
             policy.results[seq] = done
         policy.queue.end(seq)
@@ -170,6 +177,7 @@ class Dispatcher:
                     log.info("replayed to a failure", policy=policy.name, seq=seq, reason=error.reason)
         if not policy.begun:
             policy.applied_seq = seq
+            policy.pass_tokens = 0
             policy.bodies.pop(seq, None)
             policy.traces.pop(seq, None)
 

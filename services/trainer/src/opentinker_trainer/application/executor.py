@@ -63,6 +63,12 @@ async def samples_of(
     return samples
 
 
+def _length(sample: train_sample_pb2.TrainSample) -> int:
+    """In tokens; an image has as many as it takes positions."""
+    chunks = sample.chunks
+    return sum(len(chunk.tokens.token_ids) // 4 + chunk.image.token_count for chunk in chunks)
+
+
 @contextmanager
 def _naming(field: str) -> Iterator[None]:
     """Have a refusal name the field of the request that is to blame, where it names none."""
@@ -173,7 +179,9 @@ class Executor:
         self, policy: HeldPolicy, chunks: Sequence[trainer_service_pb2.SampleChunk]
     ) -> Samples:
         project = policy.record.policy.project
-        return await patiently(self._clock, lambda: samples_of(self._store, chunks, project))
+        samples = await patiently(self._clock, lambda: samples_of(self._store, chunks, project))
+        policy.pass_tokens = sum(map(_length, samples))
+        return samples
 
     async def _forward_pass(self, policy: HeldPolicy, body: pb.LoggedForward) -> pb.TrainBeginRequest:
         request = pb.TrainForwardRequest(

@@ -68,6 +68,8 @@ class HeldPolicy:
     """The engine's state includes everything up to here; None: the engine does not have the policy."""
     begun: bool = False
     """The engine has an open pass of the operation after `applied_seq`: some of its slices have run."""
+    pass_tokens: int = 0
+    """Tokens of the samples of the Forward or ForwardBackward that was begun last, until it ends."""
     recovery: RecoveryPoint | None = None
     """Newest state saved on this host."""
     durable_seq: int = 0

@@ -17,9 +17,7 @@ from opentinker_scheduler.adapters.sql.tables import (
     jobs,
     serial,
     servers,
-    usage,
 )
-from opentinker_scheduler.adapters.sql.upserts import upsert
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,
@@ -35,7 +33,6 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
-from opentinker_scheduler.domain.shares import Used
 from opentinker_scheduler.ports import SlotTaken
 
 _LIVE_JOBS = [state for state in JobState if not state.final]
@@ -223,31 +220,6 @@ class SqlAssignments:
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         return self._live.group("server", server_id)
-
-
-class SqlUsage:
-    """See `ports.UsageRepository`."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def add(self, project: str, day: str, used: Used) -> None:
-        row = upsert(self._connection, usage).values(
-            project=project, day=day, slot_seconds=used.slot_seconds, gpu_seconds=used.gpu_seconds
-        )
-        self._connection.execute(
-            row.on_conflict_do_update(
-                index_elements=["project", "day"],
-                set_={
-                    "slot_seconds": usage.c.slot_seconds + used.slot_seconds,
-                    "gpu_seconds": usage.c.gpu_seconds + used.gpu_seconds,
-                },
-            )
-        )
-
-    def of_day(self, day: str) -> Mapping[str, Used]:
-        rows = self._connection.execute(select(usage).where(usage.c.day == day))
-        return {row.project: Used(row.slot_seconds, row.gpu_seconds) for row in rows}
 
 
 def _job_values(job: Job) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.adapters.sql import leader
 from opentinker_scheduler.adapters.sql.accounts import SqlAccounts, SqlAudit
-from opentinker_scheduler.adapters.sql.capacity import Live, SqlAssignments, SqlJobs, SqlServers, SqlUsage
+from opentinker_scheduler.adapters.sql.capacity import Live, SqlAssignments, SqlJobs, SqlServers
 from opentinker_scheduler.adapters.sql.deployments import SqlDeployments
 from opentinker_scheduler.adapters.sql.engines import (
     Location,
@@ -34,6 +34,7 @@ from opentinker_scheduler.adapters.sql.engines import (
 )
 from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
 from opentinker_scheduler.adapters.sql.requests import SqlOutbox, SqlRequests
+from opentinker_scheduler.adapters.sql.usage import SqlUsage
 from opentinker_scheduler.ports import Transaction
 from opentinker_scheduler.replica_ports import Replica
 from opentinkerapi.runtime.reasons import Reason
@@ -63,7 +64,7 @@ OnCommit = Callable[[Committed], None]
 
 _NOBODY = Replica()
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0007"
+HEAD = "0008"
 """The newest revision."""
 
 
@@ -237,9 +238,7 @@ class SqlDatabase:
             result = work(transaction)
             leader.confirm(connection, self._epoch)
             jobs = transaction.jobs
-            change = Committed(
-                frozenset(jobs.touched), frozenset(jobs.told), transaction.outbox.touched
-            )
+            change = Committed(frozenset(jobs.touched), frozenset(jobs.told), transaction.outbox.touched)
             return result, change
 
         try:

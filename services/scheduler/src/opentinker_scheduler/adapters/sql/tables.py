@@ -55,7 +55,6 @@ metadata = MetaData(
 )
 
 
-
 def ordered(length: int) -> String:
     """A text that rows are ordered by, which is by its bytes in every database: PostgreSQL would otherwise
     compare as its machine's language does."""
@@ -187,15 +186,6 @@ Index(
     unique=True,
     sqlite_where=_HELD,
     postgresql_where=_HELD,
-)
-
-usage = Table(
-    "usage",
-    metadata,
-    Column("project", String(63), primary_key=True),
-    Column("day", String(10), primary_key=True),
-    Column("slot_seconds", Float, nullable=False),
-    Column("gpu_seconds", Float, nullable=False),
 )
 
 policies = Table(
