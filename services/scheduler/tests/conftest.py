@@ -203,7 +203,10 @@ def empty_tables(postgres_server: PostgresServer) -> str:
 
 @pytest.fixture
 def postgres_records(postgres_server: PostgresServer, empty_tables: str) -> Records:
-    url, password = postgres_server.url(postgres_server.make_database(empty_tables)), postgres_server.password_file
+    url, password = (
+        postgres_server.url(postgres_server.make_database(empty_tables)),
+        postgres_server.password_file,
+    )
     settings = {"database_url": url, "database_password_file": password}
     return Records(Postgres(url, password), settings)
 

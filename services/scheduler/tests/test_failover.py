@@ -104,7 +104,12 @@ class Pair:
     def stored(self) -> list[tuple[Any, ...]]:
         """Everything that schedulers write by themselves, but for the lease."""
         rows: list[tuple[Any, ...]] = []
-        for table, order in (("jobs", "id"), ("servers", "id"), ("assignments", "id"), ("request_ids", "request_id")):
+        for table, order in (
+            ("jobs", "id"),
+            ("servers", "id"),
+            ("assignments", "id"),
+            ("request_ids", "request_id"),
+        ):
             rows += self.database.execute(f"SELECT * FROM {table} ORDER BY {order}").fetchall()
         return rows
 
@@ -325,7 +330,9 @@ async def test_the_leader_stands_still_under_load(pair: Pair) -> None:
     assert (now.state, now.attempt) == (job_pb2.JOB_STATE_RUNNING, slots.given[0].attempt)
     assert slots.ends == []
     log = (leader.folder / "scheduler.log").read_text()
-    assert any("another scheduler leads" in json.loads(line)["event"] for line in log.splitlines() if line[:1] == "{")
+    assert any(
+        "another scheduler leads" in json.loads(line)["event"] for line in log.splitlines() if line[:1] == "{"
+    )
 
 
 async def test_an_orderly_stop_hands_over_at_once(pair: Pair) -> None:

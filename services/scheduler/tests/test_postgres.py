@@ -116,7 +116,9 @@ async def test_one_that_was_killed_and_started_again_leads_at_once(make: Callabl
         await asyncio.wait_for(third.open(NOW, B), SHORT_S / 4)
 
 
-async def test_a_lease_that_ran_out_is_renewed_where_nobody_wanted_it(make: Callable[[], SqlDatabase]) -> None:
+async def test_a_lease_that_ran_out_is_renewed_where_nobody_wanted_it(
+    make: Callable[[], SqlDatabase],
+) -> None:
     only = make()
     await only.open(NOW, A)
     await asyncio.sleep(SHORT_S + 0.1)
@@ -155,21 +157,29 @@ async def test_what_was_written_before_another_led_is_not_committed_after(where:
     old, new = (open_engine(replace(where, lease_s=10.0)) for _ in range(2))
     with old.begin() as connection:
         mine = leader.claim(connection, A, NOW, 10.0).epoch
-    with pytest.raises(LeadershipLost), old.begin() as connection:
-        leader.check(connection, mine)
-        connection.execute(text("INSERT INTO garbage VALUES ('x', 1)"))
-        with new.begin() as other:
-            other.execute(text("UPDATE leader SET lease_until = 0"))
-            assert leader.claim(other, B, NOW, 10.0).epoch == mine + 1
-        leader.confirm(connection, mine)
+
+    def write_while_another_takes_over() -> None:
+        with old.begin() as connection:
+            leader.check(connection, mine)
+            connection.execute(text("INSERT INTO garbage VALUES ('x', 1)"))
+            with new.begin() as other:
+                other.execute(text("UPDATE leader SET lease_until = 0"))
+                assert leader.claim(other, B, NOW, 10.0).epoch == mine + 1
+            leader.confirm(connection, mine)
+
+    def take_over() -> None:
+        with old.begin() as connection:
+            connection.execute(text("SET LOCAL lock_timeout = 100"))
+            connection.execute(text("UPDATE leader SET lease_until = 0"))
+
+    with pytest.raises(LeadershipLost):
+        write_while_another_takes_over()
     with new.begin() as connection:
         leader.confirm(connection, -1)  # wrote nothing: locks nothing, compares nothing
         connection.execute(text("INSERT INTO garbage VALUES ('y', 1)"))
         leader.confirm(connection, mine + 1)
-        with pytest.raises(OperationalError, match="lock timeout"), old.begin() as other:
-            other.execute(text("SET LOCAL lock_timeout = 100"))
-            leader.claim(other, A, NOW, 10.0)
-            other.execute(text("UPDATE leader SET lease_until = 0"))
+        with pytest.raises(OperationalError, match="lock timeout"):
+            take_over()
     with new.begin() as connection:
         assert connection.execute(text("SELECT prefix FROM garbage")).scalars().all() == ["y"]
     for engine in (old, new):

@@ -147,9 +147,7 @@ async def test_what_a_waiting_job_is_told_is_seen_everywhere(database: SqlDataba
         assert (seen.queue_position, seen.state_reason) == (7, "waiting for Godot")
 
 
-async def test_what_has_not_ended_is_known_again_after_a_restart(
-    database: SqlDatabase, records: Any
-) -> None:
+async def test_what_has_not_ended_is_known_again_after_a_restart(database: SqlDatabase, records: Any) -> None:
     def fill(tx: Transaction) -> None:
         tx.jobs.add(job())
         tx.jobs.add(job("done", JobState.FAILED))

@@ -182,7 +182,9 @@ CATALOGUE: Mapping[Reason, Entry] = MappingProxyType(
         Reason.ENGINE_CRASHED: Entry(
             _Code.UNAVAILABLE, "the engine died under this call and is being restarted"
         ),
-        Reason.STORAGE_UNAVAILABLE: Entry(_Code.UNAVAILABLE, "the object store or the database does not answer"),
+        Reason.STORAGE_UNAVAILABLE: Entry(
+            _Code.UNAVAILABLE, "the object store or the database does not answer"
+        ),
         Reason.CONNECTION_LOST: Entry(_Code.UNAVAILABLE, "the connection failed before an answer came"),
         Reason.POISONED: Entry(_Code.ABORTED, "the operation crashed the engine twice and was skipped"),
         Reason.ENV_CRASHED: Entry(_Code.ABORTED, "the environment raised, or its worker died"),

@@ -59,7 +59,9 @@ class Leadership:
             await asyncio.sleep(_LOOK_EVERY_S)
             if (leads := self._database.leads) != led:
                 led = leads
-                log.warning("leading again" if leads else "the lease on the leadership is over; stepping back")
+                log.warning(
+                    "leading again" if leads else "the lease on the leadership is over; stepping back"
+                )
                 await self._server.set_serving(leads)
             if not leads:
                 self._sessions.interrupt("this scheduler lost its database; ask the one that leads")

@@ -237,9 +237,7 @@ class SqlDatabase:
             result = work(transaction)
             leader.confirm(connection, self._epoch)
             jobs = transaction.jobs
-            change = Committed(
-                frozenset(jobs.touched), frozenset(jobs.told), transaction.outbox.touched
-            )
+            change = Committed(frozenset(jobs.touched), frozenset(jobs.told), transaction.outbox.touched)
             return result, change
 
         try:

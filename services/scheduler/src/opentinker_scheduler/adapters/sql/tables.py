@@ -55,7 +55,6 @@ metadata = MetaData(
 )
 
 
-
 def ordered(length: int) -> String:
     """A text that rows are ordered by, which is by its bytes in every database: PostgreSQL would otherwise
     compare as its machine's language does."""
