@@ -25,7 +25,7 @@ from opentinker_scheduler.settings import SchedulerSettings
 from opentinkerapi.runtime.reasons import Reason
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-SHORT_S = 2.0
+SHORT_S = 3.0
 A, B = Replica("a", "a:7070"), Replica("b", "b:7070")
 
 Open = Callable[..., Any]
@@ -157,21 +157,29 @@ async def test_what_was_written_before_another_led_is_not_committed_after(where:
     old, new = (open_engine(replace(where, lease_s=10.0)) for _ in range(2))
     with old.begin() as connection:
         mine = leader.claim(connection, A, NOW, 10.0).epoch
-    with pytest.raises(LeadershipLost), old.begin() as connection:
-        leader.check(connection, mine)
-        connection.execute(text("INSERT INTO garbage VALUES ('x', 1)"))
-        with new.begin() as other:
-            other.execute(text("UPDATE leader SET lease_until = 0"))
-            assert leader.claim(other, B, NOW, 10.0).epoch == mine + 1
-        leader.confirm(connection, mine)
+
+    def write_while_another_takes_over() -> None:
+        with old.begin() as connection:
+            leader.check(connection, mine)
+            connection.execute(text("INSERT INTO garbage VALUES ('x', 1)"))
+            with new.begin() as other:
+                other.execute(text("UPDATE leader SET lease_until = 0"))
+                assert leader.claim(other, B, NOW, 10.0).epoch == mine + 1
+            leader.confirm(connection, mine)
+
+    def take_over() -> None:
+        with old.begin() as connection:
+            connection.execute(text("SET LOCAL lock_timeout = 100"))
+            connection.execute(text("UPDATE leader SET lease_until = 0"))
+
+    with pytest.raises(LeadershipLost):
+        write_while_another_takes_over()
     with new.begin() as connection:
         leader.confirm(connection, -1)  # wrote nothing: locks nothing, compares nothing
         connection.execute(text("INSERT INTO garbage VALUES ('y', 1)"))
         leader.confirm(connection, mine + 1)
-        with pytest.raises(OperationalError, match="lock timeout"), old.begin() as other:
-            other.execute(text("SET LOCAL lock_timeout = 100"))
-            leader.claim(other, A, NOW, 10.0)
-            other.execute(text("UPDATE leader SET lease_until = 0"))
+        with pytest.raises(OperationalError, match="lock timeout"):
+            take_over()
     with new.begin() as connection:
         assert connection.execute(text("SELECT prefix FROM garbage")).scalars().all() == ["y"]
     for engine in (old, new):
@@ -284,7 +292,6 @@ async def test_texts_hold_what_processes_print(make: Callable[[], SqlDatabase]) 
     await database.run(lambda tx: tx.jobs.add(odd))
     (stored,) = await database.run(lambda tx: tx.jobs.page(None, 1, ()))
     assert stored.labels == {"a": "b\0"}
-    await database.close()
 
 
 async def test_texts_are_ordered_by_their_bytes(make: Callable[[], SqlDatabase]) -> None:

@@ -12,8 +12,8 @@ from opentinker_scheduler.replica_ports import LeadershipLost
 from opentinker_scheduler.settings import SchedulerSettings
 
 EXIT_REPLACED = 75
-"""Another scheduler leads. On SQLite starting this one again would only fight it; on PostgreSQL it would stand
-by, so whoever supervises replicas should start it again."""
+"""Another scheduler leads. On SQLite starting this one again would only fight it; on PostgreSQL it would
+stand by, so whoever supervises replicas should start it again."""
 
 
 async def _serve(settings: SchedulerSettings) -> int:

@@ -196,7 +196,8 @@ class SchedulerSettings(ServerSettings):
                 )
             if importlib.util.find_spec("psycopg") is None:
                 raise ValueError(
-                    'database_url needs the driver of PostgreSQL; run: pip install "opentinker-scheduler[postgres]"'
+                    "database_url needs the driver of PostgreSQL; run: "
+                    'pip install "opentinker-scheduler[postgres]"'
                 )
         return self
 

@@ -129,13 +129,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STORAGE_FULL: _ErrorReason.ValueType  # 83
     """The object store or disk is full; nothing was changed. RESOURCE_EXHAUSTED."""
     ERROR_REASON_SERVER_STARTING: _ErrorReason.ValueType  # 90
-    """The server is still loading. UNAVAILABLE."""
+    """The server is still loading, or another scheduler leads (metadata has its address). UNAVAILABLE."""
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 91
     """The server is shutting down. UNAVAILABLE."""
     ERROR_REASON_ENGINE_CRASHED: _ErrorReason.ValueType  # 92
     """The engine died under this call and is being restarted. UNAVAILABLE."""
     ERROR_REASON_STORAGE_UNAVAILABLE: _ErrorReason.ValueType  # 93
-    """The object store did not answer. UNAVAILABLE."""
+    """The object store or the scheduler's database did not answer. UNAVAILABLE."""
     ERROR_REASON_CONNECTION_LOST: _ErrorReason.ValueType  # 94
     """The transport failed before an answer came (made by clients). UNAVAILABLE."""
     ERROR_REASON_POISONED: _ErrorReason.ValueType  # 100
@@ -265,13 +265,13 @@ ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 82
 ERROR_REASON_STORAGE_FULL: ErrorReason.ValueType  # 83
 """The object store or disk is full; nothing was changed. RESOURCE_EXHAUSTED."""
 ERROR_REASON_SERVER_STARTING: ErrorReason.ValueType  # 90
-"""The server is still loading. UNAVAILABLE."""
+"""The server is still loading, or another scheduler leads (metadata has its address). UNAVAILABLE."""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 91
 """The server is shutting down. UNAVAILABLE."""
 ERROR_REASON_ENGINE_CRASHED: ErrorReason.ValueType  # 92
 """The engine died under this call and is being restarted. UNAVAILABLE."""
 ERROR_REASON_STORAGE_UNAVAILABLE: ErrorReason.ValueType  # 93
-"""The object store did not answer. UNAVAILABLE."""
+"""The object store or the scheduler's database did not answer. UNAVAILABLE."""
 ERROR_REASON_CONNECTION_LOST: ErrorReason.ValueType  # 94
 """The transport failed before an answer came (made by clients). UNAVAILABLE."""
 ERROR_REASON_POISONED: ErrorReason.ValueType  # 100

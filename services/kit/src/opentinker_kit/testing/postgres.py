@@ -68,7 +68,6 @@ class PostgresServer:
             # What is written need not survive a power failure.
             "fsync": "off",
             "full_page_writes": "off",
-            "synchronous_commit": "off",
             "max_connections": 60,
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
@@ -123,7 +122,7 @@ def start_postgres(user: str = "opentinker", password: str | None = None) -> Pos
         account = pwd.getpwnam(_ACCOUNT)
         for path in (directory, password_file):
             os.chown(path, account.pw_uid, account.pw_gid)
-    argv = [binaries / "initdb", "-D", directory / "data", "-U", user, "-A", "scram-sha-256"]
+    argv = [str(binaries / "initdb"), "-D", str(directory / "data"), "-U", user, "-A", "scram-sha-256"]
     argv += [f"--pwfile={password_file}", "--encoding=UTF8", "--locale=C.UTF-8", "--no-sync"]
     argv += ["--locale-provider=icu", "--icu-locale=en-US"]
     made = subprocess.run(argv, capture_output=True, text=True, cwd="/", **_account())

@@ -300,6 +300,7 @@ class SqlDatabase:
             with contextlib.suppress(ServiceError):
                 self._connected(lambda connection: leader.release(connection, self._epoch))
         self._engine.dispose()
+        self._engine = None
 
 
 class _NotBegun(Exception):

@@ -27,6 +27,8 @@ done within 20 s."""
 _CONNECT_S = 5
 _RETRY_AFTER_S = 1.0
 _DISK_FULL = "53100"
+_STOOD_STILL = "25P03"
+"""PostgreSQL ended a transaction that did nothing for too long, and its connection."""
 _TCP = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
 """A database whose machine is gone is noticed within some ten seconds, also in the middle of a query."""
 
@@ -123,7 +125,9 @@ def typed(error: Exception) -> Exception:
 
 def connection_lost(error: BaseException) -> bool:
     """Whether the connection was found closed; the next use makes a new one."""
-    return isinstance(error, DBAPIError) and error.connection_invalidated
+    if not isinstance(error, DBAPIError):
+        return False
+    return error.connection_invalidated or getattr(error.orig, "sqlstate", None) == _STOOD_STILL
 
 
 def _clean(parameters: Any) -> Any:
