@@ -248,9 +248,7 @@ def test_files_of_no_use_are_refused_by_name(
     assert caught.value.field == field
 
 
-async def test_a_server_does_not_start_with_the_key_of_another_certificate(
-    start: Start, certs: Path
-) -> None:
+async def test_a_server_does_not_start_with_the_key_of_another_certificate(start: Start, certs: Path) -> None:
     wrong = TlsSettings(certificate_file=certs / "server.pem", key_file=certs / "client.key")
     with pytest.raises(ValueError, match="is not the key of"):
         await start(tls=wrong)

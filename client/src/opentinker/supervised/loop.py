@@ -31,9 +31,9 @@ from opentinker.training.operations import Operation
 from opentinker.training.policy import Policy
 from opentinker.training.results import Checkpoint, ForwardBackwardResult, StepResult
 from opentinker.training.token_losses import CrossEntropy
+from opentinkerapi.runtime.tracing import traced
 from opentinkerapi.trainer.v1 import trainer_service_pb2
 from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from opentinkerapi.runtime.tracing import traced
 
 IN_FLIGHT = 2
 """Steps that are under way at once: while the trainer computes one, the next is there already."""

@@ -33,9 +33,7 @@ class Metrics(Protocol):
         """How long something took: called with seconds, and the values of the labels."""
         ...
 
-    def read(
-        self, name: str, text: str, values: Values, labels: Labels = (), *, grows: bool = False
-    ) -> None:
+    def read(self, name: str, text: str, values: Values, labels: Labels = (), *, grows: bool = False) -> None:
         """A number that is looked up when somebody asks, on the event loop; `grows`: never falls."""
         ...
 
@@ -53,9 +51,7 @@ class NoMetrics:
     def timer(self, name: str, text: str, labels: Labels = ()) -> Callable[..., None]:
         return _nothing
 
-    def read(
-        self, name: str, text: str, values: Values, labels: Labels = (), *, grows: bool = False
-    ) -> None:
+    def read(self, name: str, text: str, values: Values, labels: Labels = (), *, grows: bool = False) -> None:
         return None
 
     def call(self, ended: EndedCall) -> None:
@@ -97,9 +93,7 @@ class PrometheusMetrics:
 
         return took
 
-    def read(
-        self, name: str, text: str, values: Values, labels: Labels = (), *, grows: bool = False
-    ) -> None:
+    def read(self, name: str, text: str, values: Values, labels: Labels = (), *, grows: bool = False) -> None:
         self._registry.register(_Looked(name, text, values, labels, grows))
 
     def call(self, ended: EndedCall) -> None:

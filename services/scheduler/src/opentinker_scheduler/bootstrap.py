@@ -143,9 +143,7 @@ class Scheduler:
             self._add_servicers,
             service_names=[service.full_name for service in SERVICES],
             auth=auth
-            or AuthPolicy(
-                settings.bootstrap_key(), settings.service_key(), access_table(), keys=self._keys
-            ),
+            or AuthPolicy(settings.bootstrap_key(), settings.service_key(), access_table(), keys=self._keys),
             on_drain=self._drain,
             observer=self._ended,
         )
