@@ -48,7 +48,7 @@ def list_jobs(
         return
     wanted = [_state(each) for each in state or ()]
     with running_cluster(state_dir, address, key) as cluster:
-        found = cluster.wait(ProjectJobs(cluster.control).list(wanted, limit))
+        found = cluster.wait(ProjectJobs(cluster.control).jobs(wanted, limit))
     show_jobs(found)
 
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection
+from functools import partial
+
+import grpc.aio
 
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, ControlPlane, stream
@@ -25,7 +28,7 @@ class ProjectJobs:
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
 
-    async def list(
+    async def jobs(
         self, states: Collection["job_pb2.JobState.ValueType"] = (), limit: int | None = None
     ) -> list[job_pb2.Job]:
         """The newest jobs, all without a limit."""
@@ -34,9 +37,7 @@ class ProjectJobs:
         while True:
             size = _PAGE if limit is None else min(_PAGE, limit - len(found))
             request = pb.ListJobsRequest(page_size=size, page_token=token, states=states)
-            page = await self._control.call(
-                lambda channel, r=request: SchedulerServiceStub(channel).ListJobs(r)
-            )
+            page = await self._control.call(partial(_list_jobs, request))
             found += page.jobs
             token = page.next_page_token
             if not token or (limit is not None and len(found) >= limit):
@@ -44,7 +45,7 @@ class ProjectJobs:
 
     async def queue(self) -> list[job_pb2.Job]:
         """Those that wait, in the order of the scheduler's last look; those not looked at come last."""
-        waiting = await self.list([job_pb2.JOB_STATE_QUEUED])
+        waiting = await self.jobs([job_pb2.JOB_STATE_QUEUED])
         return sorted(waiting, key=lambda job: (job.queue_position == 0, job.queue_position))
 
     async def servers(self, *, ended: bool = False) -> list[job_pb2.Server]:
@@ -53,9 +54,7 @@ class ProjectJobs:
         token = ""
         while True:
             request = pb.ListServersRequest(page_size=_PAGE, page_token=token, include_ended=ended)
-            page = await self._control.call(
-                lambda channel, r=request: SchedulerServiceStub(channel).ListServers(r)
-            )
+            page = await self._control.call(partial(_list_servers, request))
             found += page.servers
             token = page.next_page_token
             if not token:
@@ -111,7 +110,7 @@ class RunMetrics:
             request = run_service_pb2.ListMetricsRequest(
                 run=self._run, page_size=_ROWS_A_PAGE, page_token=self._token
             )
-            page = await self._control.call(lambda channel, r=request: RunServiceStub(channel).ListMetrics(r))
+            page = await self._control.call(partial(_list_metrics, request))
             found += [row for row in page.rows if row.step > self._step]
             if not page.next_page_token:
                 break
@@ -119,6 +118,22 @@ class RunMetrics:
         if found:
             self._step = found[-1].step
         return found
+
+
+def _list_jobs(request: pb.ListJobsRequest, channel: grpc.aio.Channel) -> Awaitable[pb.ListJobsResponse]:
+    return SchedulerServiceStub(channel).ListJobs(request)
+
+
+def _list_servers(
+    request: pb.ListServersRequest, channel: grpc.aio.Channel
+) -> Awaitable[pb.ListServersResponse]:
+    return SchedulerServiceStub(channel).ListServers(request)
+
+
+def _list_metrics(
+    request: run_service_pb2.ListMetricsRequest, channel: grpc.aio.Channel
+) -> Awaitable[run_service_pb2.ListMetricsResponse]:
+    return RunServiceStub(channel).ListMetrics(request)
 
 
 def full_name(name: str) -> str:
