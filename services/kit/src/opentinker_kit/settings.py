@@ -55,7 +55,8 @@ class TlsSettings(BaseModel):
         """The key, the certificate and the authorities of callers. ValueError if they are of no use."""
         fields = ("tls.client_ca_file", "tls.certificate_file", "tls.key_file")
         files = read_files(self.client_ca_file, self.certificate_file, self.key_file, fields=fields)
-        assert files.key is not None and files.chain is not None
+        assert files.key is not None
+        assert files.chain is not None
         return files.key, files.chain, files.root
 
 

@@ -50,6 +50,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Weights whose keys or shapes do not fit the model. INVALID_ARGUMENT."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
     """The key is missing or wrong. UNAUTHENTICATED."""
+    ERROR_REASON_TLS_FAILED: _ErrorReason.ValueType  # 22
+    """The two ends do not agree on TLS, or a certificate is missing or wrong (made by clients). UNAUTHENTICATED."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 21
     """The key is valid but may not call this. PERMISSION_DENIED."""
     ERROR_REASON_JOB_NOT_FOUND: _ErrorReason.ValueType  # 30
@@ -186,6 +188,8 @@ ERROR_REASON_INVALID_WEIGHTS: ErrorReason.ValueType  # 11
 """Weights whose keys or shapes do not fit the model. INVALID_ARGUMENT."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
 """The key is missing or wrong. UNAUTHENTICATED."""
+ERROR_REASON_TLS_FAILED: ErrorReason.ValueType  # 22
+"""The two ends do not agree on TLS, or a certificate is missing or wrong (made by clients). UNAUTHENTICATED."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 21
 """The key is valid but may not call this. PERMISSION_DENIED."""
 ERROR_REASON_JOB_NOT_FOUND: ErrorReason.ValueType  # 30

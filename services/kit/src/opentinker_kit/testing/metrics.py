@@ -15,10 +15,13 @@ class Page:
         """Of the one line with these labels, whatever their order; AssertionError if there is none."""
         for line in self.text.splitlines():
             found = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
-            if found and found[1] == name:
-                if dict(re.findall(r'(\w+)="([^"]*)"', found[2] or "")) == labels:
-                    return float(found[3])
+            if found and (found[1], _labels(found[2] or "")) == (name, labels):
+                return float(found[3])
         raise AssertionError(f"{name} {labels} is not in\n{self.text}")
+
+
+def _labels(text: str) -> dict[str, str]:
+    return dict(re.findall(r'(\w+)="([^"]*)"', text))
 
 
 def scrape(
