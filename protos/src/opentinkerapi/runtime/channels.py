@@ -33,8 +33,8 @@ def open_channel(
     job_token: str | Callable[[], str] | None = None,
     tls: TlsFiles | None = None,
 ) -> grpc.aio.Channel:
-    """Open a channel to `address`: `host:port`, with a scheme (see `tls`) or several (see `addresses`). Connects
-    on first use; close it when done. OSError where of several names none is known.
+    """Open a channel to `address`: `host:port`, with a scheme (see `tls`), or several (see `addresses`).
+    Connects on first use; close it when done. OSError where of several names none is known.
 
     `key` is an API key, `job_token` what RenewJobLease returned for the job that the calls belong to, or a
     function that gives it anew for each call: tokens last as long as leases do.

@@ -251,3 +251,49 @@ class AuditEntry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditEntry: _TypeAlias = AuditEntry  # noqa: Y015
+
+@_typing.final
+class Usage(_message.Message):
+    """Usage is what a project or one of its jobs used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    DATE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    SLOT_SECONDS_FIELD_NUMBER: _builtins.int
+    GPU_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
+    TOKENS_SAMPLED_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """"projects/{project}"."""
+    date: _builtins.str
+    """UTC day, "2026-01-31"; where rows are days."""
+    job: _builtins.str
+    """"jobs/{job}"; where rows are jobs."""
+    slot_seconds: _builtins.float
+    """Slots times the seconds that they were held."""
+    gpu_seconds: _builtins.float
+    """GPUs times the seconds that they were held."""
+    tokens_trained: _builtins.int
+    """Tokens of samples in ForwardBackward and Forward operations."""
+    tokens_sampled: _builtins.int
+    """Tokens of completions."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+        date: _builtins.str = ...,
+        job: _builtins.str = ...,
+        slot_seconds: _builtins.float = ...,
+        gpu_seconds: _builtins.float = ...,
+        tokens_trained: _builtins.int = ...,
+        tokens_sampled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["date", b"date", "gpu_seconds", b"gpu_seconds", "job", b"job", "project", b"project", "slot_seconds", b"slot_seconds", "tokens_sampled", b"tokens_sampled", "tokens_trained", b"tokens_trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Usage: _TypeAlias = Usage  # noqa: Y015

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from opentinkerapi.scheduler.v1 import account_pb2 as _account_pb2
 import builtins as _builtins
 import sys
@@ -20,6 +21,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _UsageGroup:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UsageGroupEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsageGroup.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    USAGE_GROUP_UNSPECIFIED: _UsageGroup.ValueType  # 0
+    """Same as DAY."""
+    USAGE_GROUP_DAY: _UsageGroup.ValueType  # 1
+    """A row for each UTC day."""
+    USAGE_GROUP_JOB: _UsageGroup.ValueType  # 2
+    """A row for each job."""
+
+class UsageGroup(_UsageGroup, metaclass=_UsageGroupEnumTypeWrapper):
+    """UsageGroup says what a row of ListUsage is about."""
+
+USAGE_GROUP_UNSPECIFIED: UsageGroup.ValueType  # 0
+"""Same as DAY."""
+USAGE_GROUP_DAY: UsageGroup.ValueType  # 1
+"""A row for each UTC day."""
+USAGE_GROUP_JOB: UsageGroup.ValueType  # 2
+"""A row for each job."""
+Global___UsageGroup: _TypeAlias = UsageGroup  # noqa: Y015
 
 @_typing.final
 class GetCallerRequest(_message.Message):
@@ -869,3 +894,65 @@ class ResolveApiKeyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResolveApiKeyResponse: _TypeAlias = ResolveApiKeyResponse  # noqa: Y015
+
+@_typing.final
+class ListUsageRequest(_message.Message):
+    """ListUsageRequest asks for a page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """"projects/{project}"; default: the caller's. Admins of the project default may name any."""
+    group: Global___UsageGroup.ValueType
+    """What a row is about."""
+    page_size: _builtins.int
+    """At most 1000; default 100."""
+    page_token: _builtins.str
+    """From the previous page."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+        group: Global___UsageGroup.ValueType = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "page_size", b"page_size", "page_token", b"page_token", "project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUsageRequest: _TypeAlias = ListUsageRequest  # noqa: Y015
+
+@_typing.final
+class ListUsageResponse(_message.Message):
+    """ListUsageResponse is a page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USAGE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    @_builtins.property
+    def usage(self) -> _containers.RepeatedCompositeFieldContainer[_account_pb2.Usage]:
+        """The page."""
+
+    def __init__(
+        self,
+        *,
+        usage: _abc.Iterable[_account_pb2.Usage] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUsageResponse: _TypeAlias = ListUsageResponse  # noqa: Y015

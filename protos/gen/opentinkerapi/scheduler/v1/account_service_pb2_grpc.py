@@ -100,6 +100,11 @@ class AccountServiceStub(object):
                 request_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListAuditEntriesRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListAuditEntriesResponse.FromString,
                 _registered_method=True)
+        self.ListUsage = channel.unary_unary(
+                '/opentinkerapi.scheduler.v1.AccountService/ListUsage',
+                request_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListUsageRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListUsageResponse.FromString,
+                _registered_method=True)
         self.ListTokenKeys = channel.unary_unary(
                 '/opentinkerapi.scheduler.v1.AccountService/ListTokenKeys',
                 request_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListTokenKeysRequest.SerializeToString,
@@ -233,6 +238,15 @@ class AccountServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUsage(self, request, context):
+        """ListUsage lists what a project used: by day, newest first, or by job, newest first. Jobs that hold slots are counted up to now.
+        Errors: PROJECT_NOT_FOUND, INVALID_FIELD, INVALID_PAGE_TOKEN.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTokenKeys(self, request, context):
         """ListTokenKeys lists the public keys that job tokens of this cluster are signed with.
         Errors: INVALID_FIELD.
@@ -318,6 +332,11 @@ def add_AccountServiceServicer_to_server(servicer, server):
                     servicer.ListAuditEntries,
                     request_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListAuditEntriesRequest.FromString,
                     response_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListAuditEntriesResponse.SerializeToString,
+            ),
+            'ListUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUsage,
+                    request_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListUsageRequest.FromString,
+                    response_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListUsageResponse.SerializeToString,
             ),
             'ListTokenKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTokenKeys,
@@ -682,6 +701,33 @@ class AccountService(object):
             '/opentinkerapi.scheduler.v1.AccountService/ListAuditEntries',
             opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListAuditEntriesRequest.SerializeToString,
             opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListAuditEntriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.scheduler.v1.AccountService/ListUsage',
+            opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListUsageRequest.SerializeToString,
+            opentinkerapi_dot_scheduler_dot_v1_dot_account__service__pb2.ListUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

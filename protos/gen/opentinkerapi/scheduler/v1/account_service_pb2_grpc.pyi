@@ -81,6 +81,11 @@ class AccountServiceStub:
     Errors: PERMISSION_DENIED, PROJECT_NOT_FOUND, INVALID_FIELD, INVALID_PAGE_TOKEN.
     Retry: safe.
     """
+    ListUsage: _aio.UnaryUnaryMultiCallable[_account_service_pb2.ListUsageRequest, _account_service_pb2.ListUsageResponse]
+    """ListUsage lists what a project used: by day, newest first, or by job, newest first. Jobs that hold slots are counted up to now.
+    Errors: PROJECT_NOT_FOUND, INVALID_FIELD, INVALID_PAGE_TOKEN.
+    Retry: safe.
+    """
     ListTokenKeys: _aio.UnaryUnaryMultiCallable[_account_service_pb2.ListTokenKeysRequest, _account_service_pb2.ListTokenKeysResponse]
     """ListTokenKeys lists the public keys that job tokens of this cluster are signed with.
     Errors: INVALID_FIELD.
@@ -235,6 +240,17 @@ class AccountServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_account_service_pb2.ListAuditEntriesResponse]:
         """ListAuditEntries lists what was changed and what was refused, newest first. For admins: of a project its own, of the cluster all.
         Errors: PERMISSION_DENIED, PROJECT_NOT_FOUND, INVALID_FIELD, INVALID_PAGE_TOKEN.
+        Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def ListUsage(
+        self,
+        request: _account_service_pb2.ListUsageRequest,
+        context: _aio.ServicerContext[_account_service_pb2.ListUsageRequest, _abc.Awaitable[_account_service_pb2.ListUsageResponse]],
+    ) -> _abc.Awaitable[_account_service_pb2.ListUsageResponse]:
+        """ListUsage lists what a project used: by day, newest first, or by job, newest first. Jobs that hold slots are counted up to now.
+        Errors: PROJECT_NOT_FOUND, INVALID_FIELD, INVALID_PAGE_TOKEN.
         Retry: safe.
         """
 

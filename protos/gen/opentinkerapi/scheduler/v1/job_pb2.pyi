@@ -615,3 +615,33 @@ class ServerLoad(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServerLoad: _TypeAlias = ServerLoad  # noqa: Y015
+
+@_typing.final
+class TokenCount(_message.Message):
+    """TokenCount says how many tokens a server worked on for a job, since the server started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """"jobs/{job}"."""
+    trained: _builtins.int
+    """Tokens of samples in ForwardBackward and Forward operations that ended."""
+    sampled: _builtins.int
+    """Tokens of completions that ended."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        trained: _builtins.int = ...,
+        sampled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "sampled", b"sampled", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenCount: _TypeAlias = TokenCount  # noqa: Y015

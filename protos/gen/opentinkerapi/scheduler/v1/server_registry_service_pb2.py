@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from opentinkerapi.scheduler.v1 import job_pb2 as opentinkerapi_dot_scheduler_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n8opentinkerapi/scheduler/v1/server_registry_service.proto\x12\x1aopentinkerapi.scheduler.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a$opentinkerapi/scheduler/v1/job.proto\"\xda\x02\n\x15RegisterServerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tserver_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x38\n\x04role\x18\x03 \x01(\x0e\x32$.opentinkerapi.scheduler.v1.SlotRoleB\x04\xe2\x41\x01\x02\x12\x18\n\nbase_model\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x62\x61se_digest\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12@\n\x07options\x18\x06 \x01(\x0b\x32).opentinkerapi.scheduler.v1.ServerOptionsB\x04\xe2\x41\x01\x01\x12\x13\n\x05slots\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x1f\n\x11\x61\x64vertise_address\x18\x08 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03pid\x18\t \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x13\n\x05ready\x18\n \x01(\x08\x42\x04\xe2\x41\x01\x01\"y\n\x16RegisterServerResponse\x12\x14\n\x06server\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07\x61ttempt\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x32\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\";\n\x0cSessionHello\x12\x14\n\x06server\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\"x\n\x0eSessionRenewal\x12:\n\x04load\x18\x01 \x01(\x0b\x32&.opentinkerapi.scheduler.v1.ServerLoadB\x04\xe2\x41\x01\x01\x12\x13\n\x05ready\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07\x66\x61ilure\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\x85\x01\n\x10\x41ssignmentStatus\x12\x18\n\nassignment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12@\n\x05state\x18\x02 \x01(\x0e\x32+.opentinkerapi.scheduler.v1.AssignmentStateB\x04\xe2\x41\x01\x02\x12\x15\n\x07message\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\xed\x01\n\x14ServerSessionRequest\x12?\n\x05hello\x18\x01 \x01(\x0b\x32(.opentinkerapi.scheduler.v1.SessionHelloB\x04\xe2\x41\x01\x01H\x00\x12\x43\n\x07renewal\x18\x02 \x01(\x0b\x32*.opentinkerapi.scheduler.v1.SessionRenewalB\x04\xe2\x41\x01\x01H\x00\x12\x44\n\x06status\x18\x03 \x01(\x0b\x32,.opentinkerapi.scheduler.v1.AssignmentStatusB\x04\xe2\x41\x01\x01H\x00\x42\t\n\x07message\"h\n\nAssignment\x12\x18\n\nassignment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08policies\x18\x04 \x03(\tB\x04\xe2\x41\x01\x03\":\n\nLeaseGrant\x12,\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"6\n\x07Release\x12\x18\n\nassignment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"\x1d\n\x05\x44rain\x12\x14\n\x06reason\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\"\x9d\x02\n\x15ServerSessionResponse\x12=\n\x05lease\x18\x01 \x01(\x0b\x32&.opentinkerapi.scheduler.v1.LeaseGrantB\x04\xe2\x41\x01\x03H\x00\x12\x42\n\nassignment\x18\x02 \x01(\x0b\x32&.opentinkerapi.scheduler.v1.AssignmentB\x04\xe2\x41\x01\x03H\x00\x12<\n\x07release\x18\x03 \x01(\x0b\x32#.opentinkerapi.scheduler.v1.ReleaseB\x04\xe2\x41\x01\x03H\x00\x12\x38\n\x05\x64rain\x18\x04 \x01(\x0b\x32!.opentinkerapi.scheduler.v1.DrainB\x04\xe2\x41\x01\x03H\x00\x42\t\n\x07message\"\\\n\x17\x44\x65registerServerRequest\x12\x14\n\x06server\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06reason\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\x1a\n\x18\x44\x65registerServerResponse*\x8b\x01\n\x0f\x41ssignmentState\x12 \n\x1c\x41SSIGNMENT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41SSIGNMENT_STATE_READY\x10\x01\x12\x1b\n\x17\x41SSIGNMENT_STATE_FAILED\x10\x02\x12\x1d\n\x19\x41SSIGNMENT_STATE_RELEASED\x10\x03\x32\x89\x03\n\x15ServerRegistryService\x12w\n\x0eRegisterServer\x12\x31.opentinkerapi.scheduler.v1.RegisterServerRequest\x1a\x32.opentinkerapi.scheduler.v1.RegisterServerResponse\x12x\n\rServerSession\x12\x30.opentinkerapi.scheduler.v1.ServerSessionRequest\x1a\x31.opentinkerapi.scheduler.v1.ServerSessionResponse(\x01\x30\x01\x12}\n\x10\x44\x65registerServer\x12\x33.opentinkerapi.scheduler.v1.DeregisterServerRequest\x1a\x34.opentinkerapi.scheduler.v1.DeregisterServerResponseBl\n\x1f\x64\x65v.opentinker.api.scheduler.v1B\x1aServerRegistryServiceProtoP\x01Z+opentinker.dev/api/scheduler/v1;schedulerv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n8opentinkerapi/scheduler/v1/server_registry_service.proto\x12\x1aopentinkerapi.scheduler.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a$opentinkerapi/scheduler/v1/job.proto\"\xda\x02\n\x15RegisterServerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tserver_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x38\n\x04role\x18\x03 \x01(\x0e\x32$.opentinkerapi.scheduler.v1.SlotRoleB\x04\xe2\x41\x01\x02\x12\x18\n\nbase_model\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x62\x61se_digest\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12@\n\x07options\x18\x06 \x01(\x0b\x32).opentinkerapi.scheduler.v1.ServerOptionsB\x04\xe2\x41\x01\x01\x12\x13\n\x05slots\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x1f\n\x11\x61\x64vertise_address\x18\x08 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03pid\x18\t \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x13\n\x05ready\x18\n \x01(\x08\x42\x04\xe2\x41\x01\x01\"y\n\x16RegisterServerResponse\x12\x14\n\x06server\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07\x61ttempt\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x32\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\";\n\x0cSessionHello\x12\x14\n\x06server\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\"\xb6\x01\n\x0eSessionRenewal\x12:\n\x04load\x18\x01 \x01(\x0b\x32&.opentinkerapi.scheduler.v1.ServerLoadB\x04\xe2\x41\x01\x01\x12\x13\n\x05ready\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x15\n\x07\x66\x61ilure\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12<\n\x06tokens\x18\x04 \x03(\x0b\x32&.opentinkerapi.scheduler.v1.TokenCountB\x04\xe2\x41\x01\x01\"\x85\x01\n\x10\x41ssignmentStatus\x12\x18\n\nassignment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12@\n\x05state\x18\x02 \x01(\x0e\x32+.opentinkerapi.scheduler.v1.AssignmentStateB\x04\xe2\x41\x01\x02\x12\x15\n\x07message\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\xed\x01\n\x14ServerSessionRequest\x12?\n\x05hello\x18\x01 \x01(\x0b\x32(.opentinkerapi.scheduler.v1.SessionHelloB\x04\xe2\x41\x01\x01H\x00\x12\x43\n\x07renewal\x18\x02 \x01(\x0b\x32*.opentinkerapi.scheduler.v1.SessionRenewalB\x04\xe2\x41\x01\x01H\x00\x12\x44\n\x06status\x18\x03 \x01(\x0b\x32,.opentinkerapi.scheduler.v1.AssignmentStatusB\x04\xe2\x41\x01\x01H\x00\x42\t\n\x07message\"h\n\nAssignment\x12\x18\n\nassignment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07\x61ttempt\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08policies\x18\x04 \x03(\tB\x04\xe2\x41\x01\x03\":\n\nLeaseGrant\x12,\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"6\n\x07Release\x12\x18\n\nassignment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"\x1d\n\x05\x44rain\x12\x14\n\x06reason\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\"\x9d\x02\n\x15ServerSessionResponse\x12=\n\x05lease\x18\x01 \x01(\x0b\x32&.opentinkerapi.scheduler.v1.LeaseGrantB\x04\xe2\x41\x01\x03H\x00\x12\x42\n\nassignment\x18\x02 \x01(\x0b\x32&.opentinkerapi.scheduler.v1.AssignmentB\x04\xe2\x41\x01\x03H\x00\x12<\n\x07release\x18\x03 \x01(\x0b\x32#.opentinkerapi.scheduler.v1.ReleaseB\x04\xe2\x41\x01\x03H\x00\x12\x38\n\x05\x64rain\x18\x04 \x01(\x0b\x32!.opentinkerapi.scheduler.v1.DrainB\x04\xe2\x41\x01\x03H\x00\x42\t\n\x07message\"\\\n\x17\x44\x65registerServerRequest\x12\x14\n\x06server\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61ttempt\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06reason\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\x1a\n\x18\x44\x65registerServerResponse*\x8b\x01\n\x0f\x41ssignmentState\x12 \n\x1c\x41SSIGNMENT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41SSIGNMENT_STATE_READY\x10\x01\x12\x1b\n\x17\x41SSIGNMENT_STATE_FAILED\x10\x02\x12\x1d\n\x19\x41SSIGNMENT_STATE_RELEASED\x10\x03\x32\x89\x03\n\x15ServerRegistryService\x12w\n\x0eRegisterServer\x12\x31.opentinkerapi.scheduler.v1.RegisterServerRequest\x1a\x32.opentinkerapi.scheduler.v1.RegisterServerResponse\x12x\n\rServerSession\x12\x30.opentinkerapi.scheduler.v1.ServerSessionRequest\x1a\x31.opentinkerapi.scheduler.v1.ServerSessionResponse(\x01\x30\x01\x12}\n\x10\x44\x65registerServer\x12\x33.opentinkerapi.scheduler.v1.DeregisterServerRequest\x1a\x34.opentinkerapi.scheduler.v1.DeregisterServerResponseBl\n\x1f\x64\x65v.opentinker.api.scheduler.v1B\x1aServerRegistryServiceProtoP\x01Z+opentinker.dev/api/scheduler/v1;schedulerv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -71,6 +71,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONRENEWAL'].fields_by_name['ready']._serialized_options = b'\342A\001\001'
   _globals['_SESSIONRENEWAL'].fields_by_name['failure']._loaded_options = None
   _globals['_SESSIONRENEWAL'].fields_by_name['failure']._serialized_options = b'\342A\001\001'
+  _globals['_SESSIONRENEWAL'].fields_by_name['tokens']._loaded_options = None
+  _globals['_SESSIONRENEWAL'].fields_by_name['tokens']._serialized_options = b'\342A\001\001'
   _globals['_ASSIGNMENTSTATUS'].fields_by_name['assignment']._loaded_options = None
   _globals['_ASSIGNMENTSTATUS'].fields_by_name['assignment']._serialized_options = b'\342A\001\002'
   _globals['_ASSIGNMENTSTATUS'].fields_by_name['state']._loaded_options = None
@@ -113,34 +115,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEREGISTERSERVERREQUEST'].fields_by_name['attempt']._serialized_options = b'\342A\001\002'
   _globals['_DEREGISTERSERVERREQUEST'].fields_by_name['reason']._loaded_options = None
   _globals['_DEREGISTERSERVERREQUEST'].fields_by_name['reason']._serialized_options = b'\342A\001\001'
-  _globals['_ASSIGNMENTSTATE']._serialized_start=1886
-  _globals['_ASSIGNMENTSTATE']._serialized_end=2025
+  _globals['_ASSIGNMENTSTATE']._serialized_start=1949
+  _globals['_ASSIGNMENTSTATE']._serialized_end=2088
   _globals['_REGISTERSERVERREQUEST']._serialized_start=192
   _globals['_REGISTERSERVERREQUEST']._serialized_end=538
   _globals['_REGISTERSERVERRESPONSE']._serialized_start=540
   _globals['_REGISTERSERVERRESPONSE']._serialized_end=661
   _globals['_SESSIONHELLO']._serialized_start=663
   _globals['_SESSIONHELLO']._serialized_end=722
-  _globals['_SESSIONRENEWAL']._serialized_start=724
-  _globals['_SESSIONRENEWAL']._serialized_end=844
-  _globals['_ASSIGNMENTSTATUS']._serialized_start=847
-  _globals['_ASSIGNMENTSTATUS']._serialized_end=980
-  _globals['_SERVERSESSIONREQUEST']._serialized_start=983
-  _globals['_SERVERSESSIONREQUEST']._serialized_end=1220
-  _globals['_ASSIGNMENT']._serialized_start=1222
-  _globals['_ASSIGNMENT']._serialized_end=1326
-  _globals['_LEASEGRANT']._serialized_start=1328
-  _globals['_LEASEGRANT']._serialized_end=1386
-  _globals['_RELEASE']._serialized_start=1388
-  _globals['_RELEASE']._serialized_end=1442
-  _globals['_DRAIN']._serialized_start=1444
-  _globals['_DRAIN']._serialized_end=1473
-  _globals['_SERVERSESSIONRESPONSE']._serialized_start=1476
-  _globals['_SERVERSESSIONRESPONSE']._serialized_end=1761
-  _globals['_DEREGISTERSERVERREQUEST']._serialized_start=1763
-  _globals['_DEREGISTERSERVERREQUEST']._serialized_end=1855
-  _globals['_DEREGISTERSERVERRESPONSE']._serialized_start=1857
-  _globals['_DEREGISTERSERVERRESPONSE']._serialized_end=1883
-  _globals['_SERVERREGISTRYSERVICE']._serialized_start=2028
-  _globals['_SERVERREGISTRYSERVICE']._serialized_end=2421
+  _globals['_SESSIONRENEWAL']._serialized_start=725
+  _globals['_SESSIONRENEWAL']._serialized_end=907
+  _globals['_ASSIGNMENTSTATUS']._serialized_start=910
+  _globals['_ASSIGNMENTSTATUS']._serialized_end=1043
+  _globals['_SERVERSESSIONREQUEST']._serialized_start=1046
+  _globals['_SERVERSESSIONREQUEST']._serialized_end=1283
+  _globals['_ASSIGNMENT']._serialized_start=1285
+  _globals['_ASSIGNMENT']._serialized_end=1389
+  _globals['_LEASEGRANT']._serialized_start=1391
+  _globals['_LEASEGRANT']._serialized_end=1449
+  _globals['_RELEASE']._serialized_start=1451
+  _globals['_RELEASE']._serialized_end=1505
+  _globals['_DRAIN']._serialized_start=1507
+  _globals['_DRAIN']._serialized_end=1536
+  _globals['_SERVERSESSIONRESPONSE']._serialized_start=1539
+  _globals['_SERVERSESSIONRESPONSE']._serialized_end=1824
+  _globals['_DEREGISTERSERVERREQUEST']._serialized_start=1826
+  _globals['_DEREGISTERSERVERREQUEST']._serialized_end=1918
+  _globals['_DEREGISTERSERVERRESPONSE']._serialized_start=1920
+  _globals['_DEREGISTERSERVERRESPONSE']._serialized_end=1946
+  _globals['_SERVERREGISTRYSERVICE']._serialized_start=2091
+  _globals['_SERVERREGISTRYSERVICE']._serialized_end=2484
 # @@protoc_insertion_point(module_scope)

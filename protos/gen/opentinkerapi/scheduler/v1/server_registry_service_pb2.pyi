@@ -176,6 +176,7 @@ class SessionRenewal(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """The model is loaded and answers."""
     failure: _builtins.str
@@ -184,16 +185,21 @@ class SessionRenewal(_message.Message):
     def load(self) -> _job_pb2.ServerLoad:
         """What it does now."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.TokenCount]:
+        """Counts that changed since the last renewal of the session; in the first one all."""
+
     def __init__(
         self,
         *,
         load: _job_pb2.ServerLoad | None = ...,
         ready: _builtins.bool = ...,
         failure: _builtins.str = ...,
+        tokens: _abc.Iterable[_job_pb2.TokenCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "load", b"load", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "load", b"load", "ready", b"ready", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
