@@ -17,7 +17,8 @@ from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.application.changes import day_of, held_since_grant
 from opentinker_scheduler.domain.model import Job
 from opentinker_scheduler.domain.shares import Used
-from opentinker_scheduler.ports import Database, LeadershipLost, Transaction
+from opentinker_scheduler.ports import Database, Transaction
+from opentinker_scheduler.replica_ports import LeadershipLost
 
 log = structlog.get_logger()
 
