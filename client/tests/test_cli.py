@@ -18,7 +18,9 @@ RUNNER = CliRunner()
 
 def test_help_names_every_command() -> None:
     text = RUNNER.invoke(app, ["--help"]).output
-    assert all(command in text for command in ("up", "down", "status", "export", "demo", "sft", "users", "keys"))
+    assert all(
+        command in text for command in ("up", "down", "status", "export", "demo", "sft", "users", "keys")
+    )
 
 
 def test_nothing_runs(tmp_path: Path) -> None:

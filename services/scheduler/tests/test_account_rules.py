@@ -43,14 +43,12 @@ def test_a_key_does_what_both_it_and_its_user_may_and_only_while_both_are_good(
     user = replace(USER, disabled=disabled)
     membership = replace(MEMBER, role=users) if member else None
     good = revoked is None and (expires is None or expires > NOW) and not disabled and member
-    try:
-        role = effective_role(key, user, membership, NOW)
-    except ServiceError as error:
-        assert not good
-        assert error.reason is Reason.UNAUTHENTICATED
-    else:
-        assert good
-        assert role.rank == min(own.rank, users.rank)
+    if good:
+        assert effective_role(key, user, membership, NOW).rank == min(own.rank, users.rank)
+        return
+    with pytest.raises(ServiceError) as refused:
+        effective_role(key, user, membership, NOW)
+    assert refused.value.reason is Reason.UNAUTHENTICATED
 
 
 @given(roles, st.booleans(), st.booleans())

@@ -5,13 +5,13 @@ from copy import deepcopy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.scheduler.tests.simulation import OPTIONS
 
 from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, Limits, Need
 from opentinker_scheduler.domain.model import Role
 from opentinker_scheduler.domain.planner import Cluster, Plan, make_plan
 from opentinker_scheduler.domain.preemption import Candidate, displace
 from opentinker_scheduler.domain.reservations import Tenure
-from services.scheduler.tests.simulation import OPTIONS
 
 
 def wish(job: str, slots: int, priority: int = 5, **more: object) -> Demand:

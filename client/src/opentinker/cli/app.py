@@ -5,12 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli import accounts, serving
+from opentinker.cli import accounts, jobs, serving
 from opentinker.connection import stack
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
 from opentinker.connection.opening import connect
-from opentinkerapi.scheduler.v1 import job_pb2
 
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning.",
@@ -27,6 +26,10 @@ app.add_typer(accounts.projects_app, name="projects")
 app.add_typer(accounts.keys_app, name="keys")
 app.command()(accounts.audit)
 app.command()(accounts.whoami)
+app.add_typer(jobs.jobs_app, name="jobs")
+app.command()(jobs.queue)
+app.command()(jobs.servers)
+app.command()(jobs.attach)
 
 StateDir = Annotated[
     Path | None,
@@ -192,44 +195,10 @@ def sft(
 
 
 def _show(cluster: Cluster) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     info = cluster.info().result()
-    console = Console()
     typer.echo(
         f"cluster {info.cluster} at {cluster.address}, version {info.version}: "
         f"{info.running_servers} of {info.max_servers} servers"
     )
-    servers = Table("server", "role", "state", "model", "engine", "slots", "address", "pid", title="servers")
-    for server in cluster.servers().result():
-        servers.add_row(
-            server.name,
-            _word(job_pb2.SlotRole, server.role),
-            _word(job_pb2.ServerState, server.state),
-            server.base_model,
-            server.options.engine,
-            f"{server.slots_used}/{server.slots_total}",
-            server.address,
-            str(server.pid or ""),
-        )
-    jobs = Table("job", "kind", "state", "waits for", title="jobs")
-    for job in cluster.jobs(page_size=20).result():
-        jobs.add_row(
-            f"{job.name} {job.display_name}".strip(),
-            _word(job_pb2.JobKind, job.kind),
-            _word(job_pb2.JobState, job.state),
-            job.state_reason,
-        )
-    for table in (servers, jobs):
-        if table.row_count:
-            console.print(table)
-        else:
-            console.print(f"no {table.title}")
-
-
-def _word(enum: Any, value: int) -> str:
-    """The value's name without the enum's."""
-    name: str = enum.Name(value)
-    prefixes = ("SLOT_ROLE_", "SERVER_STATE_", "JOB_KIND_", "JOB_STATE_")
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name).lower()
+    jobs.show_servers(cluster.servers().result())
+    jobs.show_jobs(cluster.jobs(page_size=20).result())
