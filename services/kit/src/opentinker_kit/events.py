@@ -24,6 +24,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.client import JetStreamContext
 
+from opentinker_kit.errors import ServiceError
 from opentinkerapi.events.v1 import event_pb2
 
 log = structlog.get_logger()
@@ -332,6 +333,8 @@ class OutboxRelay:
             try:
                 if await self.relay_once() == self._batch:
                     continue
+            except ServiceError as error:
+                log.warning("the outbox waits", error=error.message)
             except Exception:
                 log.exception("the outbox could not be relayed")
             with contextlib.suppress(TimeoutError):

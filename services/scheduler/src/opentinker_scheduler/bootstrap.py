@@ -165,6 +165,7 @@ class Scheduler:
         if not await self._take_the_lead():
             return port
         self._cluster.name = self.database.cluster
+        self._leases.begin()
         await self.reconciler.adopt()
         loop = asyncio.get_running_loop()
         for name, work in (

@@ -27,6 +27,10 @@ class Leases:
         self._attended: set[str] = set()
         self._last_beat = clock.monotonic()
 
+    def begin(self) -> None:
+        """Lead from now on: until then nobody had a lease, so standing by was no standstill."""
+        self._last_beat = self._clock.monotonic()
+
     def beat(self) -> float:
         """The time, having made up for a standstill."""
         now = self._clock.monotonic()

@@ -159,7 +159,10 @@ class Reconciler:
             task.cancel()
         await asyncio.gather(*busy, return_exceptions=True)
         if stop_servers and self._launcher.can_launch:
-            await self._database.run(self._pause_all)
+            try:
+                await self._database.run(self._pause_all)
+            except ServiceError as error:
+                log.warning("jobs are not paused, their servers end anyway", error=error.message)
             await asyncio.gather(*(self._launcher.stop(i, grace_s) for i in self._launcher.watched()))
         self._launcher.close()
 
