@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks.queue_cloud import PROJECT
 from opentinker_kit.auth import AuthPolicy, Kind, Principal
 from opentinker_kit.logging import configure_logging
-from opentinker_scheduler.bootstrap import Scheduler, access_table
+from opentinker_scheduler.access import access_table
+from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.ports import Started

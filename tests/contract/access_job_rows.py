@@ -143,6 +143,7 @@ _INFERENCE: Mapping[str, Row] = {
         JOB,
         lambda w: inference.UnloadPolicyVersionRequest(policy_version=_ref(w)),
         "VERSION_NOT_FOUND",
+        sibling="OK",
         changes=True,
     ),
     "ListModels": Row(JOB, lambda w: inference.ListModelsRequest(), sibling="OK"),

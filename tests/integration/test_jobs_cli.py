@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -120,15 +121,21 @@ async def test_a_job_from_the_queue_to_its_end(cluster: tuple[str, str], run: Ru
 
         row = run_pb2.MetricsRow(step=3, values={"critic/score/mean": 0.25})
         await runs.AppendMetrics(run_service_pb2.AppendMetricsRequest(run=made.run.name, rows=[row]))
-        following = asyncio.create_task(run("attach", jobs[0]))
-        await asyncio.sleep(0.5)
+        # A process of its own: two commands at once in this one would share its output.
+        code = "from opentinker.cli import main; main()"
+        following = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, "attach", jobs[0], "--address", address, "--key", key),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert following.stdout is not None
+        first_line = (await following.stdout.readline()).decode()
+        assert "queued" in first_line
         cancelled = await run("jobs", "cancel", jobs[0])
         assert "cancelled" in cancelled.output, cancelled.output
-        followed = await following
-        assert followed.exit_code == 1, followed.output
-        assert "queued" in followed.output
-        assert "step 3: reward 0.25" in followed.output
-        assert f"{jobs[0]} number-0: cancelled" in followed.output
+        followed = (await following.communicate())[0].decode()
+        assert following.returncode == 1, followed
+        assert "step 3: reward 0.25" in followed
+        assert f"{jobs[0]} number-0: cancelled" in followed
 
         paused = await run("jobs", "pause", jobs[1].removeprefix("jobs/"))
         assert "paused" in paused.output, paused.output

@@ -23,9 +23,7 @@ def server(name: str, free: int, *owners: str) -> Capacity:
     """A server that registered itself, with a slot for each of the owners and some free ones."""
     taken = dict(enumerate(owners))
     slots = [len(owners) + number for number in range(free)]
-    return Capacity(
-        name, Role.TRAINER, "m", OPTIONS, slots, jobs=set(owners), launched=False, taken=taken
-    )
+    return Capacity(name, Role.TRAINER, "m", OPTIONS, slots, jobs=set(owners), launched=False, taken=taken)
 
 
 def chosen(demand: Demand, *servers: Capacity, running: dict[str, tuple[int, float]]) -> list[str] | None:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from opentinker_kit.auth import AuthPolicy, Principal
+from opentinker_kit.auth import AuthPolicy, Kind, Principal
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.settings import read_secret
 from opentinker_kit.testing import wait_until
@@ -202,13 +202,13 @@ async def test_a_job_gives_way_and_goes_on_where_it_was(start_rig: Any, make_slo
 
 
 class Projects(AuthPolicy):
-    """The usual keys; whose call it is, a header says."""
+    """The usual keys. Whose call it is, a header says; without it, that of one who sees everything."""
 
-    def authorize(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
+    async def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
         pairs = list(metadata)
-        principal = super().authorize(method, pairs)
-        project = dict(pairs).get("x-project", principal.project)
-        return replace(principal, project=str(project))
+        principal = await super().identify(method, pairs)
+        project = dict(pairs).get("x-project")
+        return Principal(Kind.SERVICE) if project is None else replace(principal, project=str(project))
 
 
 async def create_for(rig: Any, project: str, job: job_pb2.Job) -> str:

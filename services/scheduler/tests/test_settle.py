@@ -102,9 +102,7 @@ class Ticks(RuleBasedStateMachine):
         limit_s=st.sampled_from([0.0, 4.0, 30.0]),
         kind=st.sampled_from(["trainer", "both", "alone"]),
     )
-    def submit(
-        self, count: int, model: str, project: str, priority: int, limit_s: float, kind: str
-    ) -> None:
+    def submit(self, count: int, model: str, project: str, priority: int, limit_s: float, kind: str) -> None:
         if project == "tight":
             count = min(count, 2)
         trains = SlotSpec(Role.TRAINER, model, count=count, options=NOOP, exclusive=kind == "alone")

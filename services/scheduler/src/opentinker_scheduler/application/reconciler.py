@@ -111,7 +111,8 @@ class Reconciler:
             spent_s = self._clock.monotonic() - began
             if spent_s > _LONG_TICK_S:
                 # Where every call wakes the loop, calls must still get as much of the database as the loop.
-                await asyncio.sleep(spent_s)
+                # Not for longer: a process that was stopped in a tick seems to have spent hours on it.
+                await asyncio.sleep(min(spent_s, _QUIET_TICK_S))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timing.tick_s if moving else _QUIET_TICK_S):
                     await self._woken.wait()
