@@ -75,6 +75,9 @@ class GrpcCatalog:
         except grpc.RpcError as error:
             raised = await explained(from_rpc_error(error), self._address, self._tls)
             known = Reason.__members__.get(raised.reason or "", Reason.CONNECTION_LOST)
+            if known is Reason.TLS_FAILED:
+                # Waited for like a scheduler that is away: its certificate may have expired, and be renewed.
+                known = Reason.CONNECTION_LOST
             raise ServiceError(known, f"catalog: {raised.message}", metadata=raised.metadata) from error
 
     async def _open(self) -> grpc.aio.Channel:
