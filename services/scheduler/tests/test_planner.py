@@ -109,6 +109,15 @@ def test_an_idle_server_makes_room() -> None:
     assert "j" in told(made)
 
 
+def test_an_idle_server_of_a_kind_that_is_wanted_makes_room_where_others_are_enough() -> None:
+    wanted = Demand("j", (*needs(2), Need(1, 0, Role.TRAINER, "m", TORCH)))
+    three = [server(name, 2) for name in ("a", "b", "c")]
+    assert len(plan([wanted], three, {"noop": 3}, max_servers=3).evictions) == 1
+    # Here each is needed.
+    two = [server(name, 1) for name in ("a", "b")]
+    assert plan([wanted], two, {"noop": 2}, max_servers=2).evictions == []
+
+
 def test_no_more_idle_servers_are_stopped_than_make_room() -> None:
     idle = [server(f"idle{i}", 8, TORCH) for i in range(3)]
     made = plan([demand("j", 1)], idle, {"torch": 4}, {"torch": 1}, max_servers=4)

@@ -167,20 +167,23 @@ async def test_a_cluster_without_storage_says_so(start_rig: Any) -> None:
 
 async def test_uploads_and_downloads(start_rig: Any, s3: S3Settings) -> None:
     rig = await start_rig(s3=s3)
-    ask = blob_service_pb2.CreateUploadRequest(sha256=SHA, size_bytes=len(DATA))
-    ref = blob_service_pb2.GetDownloadRequest(blob=blob_pb2.BlobRef(sha256=SHA))
+    # Nobody else's: the store is shared.
+    data = str(rig.folder).encode()
+    sha = hashlib.sha256(data).hexdigest()
+    ask = blob_service_pb2.CreateUploadRequest(sha256=sha, size_bytes=len(data))
+    ref = blob_service_pb2.GetDownloadRequest(blob=blob_pb2.BlobRef(sha256=sha))
     assert (await refused(rig.blobs.GetDownload(ref))).reason == Reason.BLOB_NOT_FOUND
     upload = await rig.blobs.CreateUpload(ask)
     assert not upload.exists
-    assert (upload.blob.sha256, upload.blob.uri) == (SHA, f"blob:{SHA}")
+    assert (upload.blob.sha256, upload.blob.uri) == (sha, f"blob:{sha}")
     # Other bytes do not fit, those do, and a second upload finds them there.
     assert await put(upload, b"something else") >= 400
-    assert await put(upload, DATA) == 200
+    assert await put(upload, data) == 200
     again = await rig.blobs.CreateUpload(ask)
     assert again.exists
     assert not again.url
     url = (await rig.blobs.GetDownload(ref)).url
-    assert await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()) == DATA
+    assert await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()) == data
 
 
 @pytest.mark.parametrize(("sha256", "size"), [("abc", 1), (SHA.upper(), 1), (SHA, -1), (SHA, 2**40)])

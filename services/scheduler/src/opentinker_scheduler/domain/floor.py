@@ -299,18 +299,32 @@ class Floor:
             # Room is being made; one more stop for each look would empty the cluster.
             self.leaving[coming[0]] -= 1
             return
-        for line in self._free.values():
-            for server in line:
-                fits = server.idle and server.hold is None and engine in ("", server.options.engine)
-                if fits and not any(map(server.suits, demand.needs)):
-                    line.remove(server)
-                    self.servers.remove(server)
-                    self.evicted.append(server.server_id)
-                    return
+        idle = [
+            server
+            for line in self._free.values()
+            for server in line
+            if server.idle and server.hold is None and engine in ("", server.options.engine)
+        ]
+        # One of the kind that it waits for only if the others of that kind are enough.
+        for server in sorted(idle, key=lambda one: any(map(one.suits, demand.needs))):
+            if self._is_spare(server, demand):
+                self._free[server.kind].remove(server)
+                self.servers.remove(server)
+                self.evicted.append(server.server_id)
+                return
 
     def keep(self, engine: str, hold: Hold) -> None:
         """Leave room for a server of an engine to be started for a job."""
         self._kept.append((engine, hold))
+
+    def _is_spare(self, server: Capacity, demand: Demand) -> bool:
+        """Whether what a job could have on a server it can have on others that are there."""
+        needs = tuple(need for need in demand.needs if server.suits(need))
+        if not needs:
+            return True
+        others = [one.copy() for one in self._free[server.kind] if one is not server]
+        rest = Floor(others, replace(self.limits, can_launch=False), {}, lambda: "")
+        return isinstance(rest.place(replace(demand, needs=needs)), tuple)
 
     def _find(self, need: Need, demand: Demand) -> Capacity | None:
         fitting = [
