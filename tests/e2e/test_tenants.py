@@ -85,7 +85,7 @@ def test_each_gets_what_it_gets_alone_and_nothing_of_the_other(
         assert len(used) == len(results)
         assert sum(row.tokens_sampled for row in used) == sampled
         assert all(row.tokens_trained > 0 for row in used)
-        assert all(row.slot_seconds > 0 for row in used)
+        assert all(row.slot_hours > 0 for row in used)
     owned = {name: {job.name for job in tenants[name].jobs().result()} for name in ("one", "two")}
     assert len(owned["one"]) >= 2
     assert owned["two"]

@@ -196,8 +196,8 @@ def usage(
     rows = [
         (
             row.job or row.date,
-            f"{row.slot_seconds / 3600:,.2f}",
-            f"{row.gpu_seconds / 3600:,.2f}",
+            f"{row.slot_hours:,.2f}",
+            f"{row.gpu_hours:,.2f}",
             f"{row.tokens_trained:,}",
             f"{row.tokens_sampled:,}",
         )

@@ -261,8 +261,8 @@ class Usage(_message.Message):
     PROJECT_FIELD_NUMBER: _builtins.int
     DATE_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
-    SLOT_SECONDS_FIELD_NUMBER: _builtins.int
-    GPU_SECONDS_FIELD_NUMBER: _builtins.int
+    SLOT_HOURS_FIELD_NUMBER: _builtins.int
+    GPU_HOURS_FIELD_NUMBER: _builtins.int
     TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
     TOKENS_SAMPLED_FIELD_NUMBER: _builtins.int
     project: _builtins.str
@@ -271,10 +271,10 @@ class Usage(_message.Message):
     """UTC day, "2026-01-31"; where rows are days."""
     job: _builtins.str
     """"jobs/{job}"; where rows are jobs."""
-    slot_seconds: _builtins.float
-    """Slots times the seconds that they were held."""
-    gpu_seconds: _builtins.float
-    """GPUs times the seconds that they were held."""
+    slot_hours: _builtins.float
+    """Slots times the hours that they were held."""
+    gpu_hours: _builtins.float
+    """GPUs times the hours that they were held."""
     tokens_trained: _builtins.int
     """Tokens of samples in ForwardBackward and Forward operations."""
     tokens_sampled: _builtins.int
@@ -285,14 +285,14 @@ class Usage(_message.Message):
         project: _builtins.str = ...,
         date: _builtins.str = ...,
         job: _builtins.str = ...,
-        slot_seconds: _builtins.float = ...,
-        gpu_seconds: _builtins.float = ...,
+        slot_hours: _builtins.float = ...,
+        gpu_hours: _builtins.float = ...,
         tokens_trained: _builtins.int = ...,
         tokens_sampled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["date", b"date", "gpu_seconds", b"gpu_seconds", "job", b"job", "project", b"project", "slot_seconds", b"slot_seconds", "tokens_sampled", b"tokens_sampled", "tokens_trained", b"tokens_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["date", b"date", "gpu_hours", b"gpu_hours", "job", b"job", "project", b"project", "slot_hours", b"slot_hours", "tokens_sampled", b"tokens_sampled", "tokens_trained", b"tokens_trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,8 +117,8 @@ def write_usage(project: str, used: Used, *, day: str = "", job: str = "") -> ac
         project=f"projects/{project}",
         date=day,
         job=f"jobs/{job}" if job else "",
-        slot_seconds=used.slot_seconds,
-        gpu_seconds=used.gpu_seconds,
+        slot_hours=used.slot_seconds / 3600,
+        gpu_hours=used.gpu_seconds / 3600,
         tokens_trained=used.tokens_trained,
         tokens_sampled=used.tokens_sampled,
     )
