@@ -365,8 +365,8 @@ async def test_the_database_is_away_for_longer_than_every_lease(start_rig: Any) 
             database_file=None,
             database_url=server.url(),
             database_password_file=server.password_file,
-            leader_lease_s=2.0,
-            server_lease_s=3.0,
+            leader_lease_s=4.0,
+            server_lease_s=6.0,
         )
         job = await rig.create_job()
         running = await rig.until(job.name, job_pb2.JOB_STATE_RUNNING)
@@ -376,7 +376,7 @@ async def test_the_database_is_away_for_longer_than_every_lease(start_rig: Any) 
         with pytest.raises(grpc.RpcError) as refused:
             await rig.jobs.GetJob(pb.GetJobRequest(name=job.name), timeout=30.0)
         assert from_rpc_error(refused.value).reason == Reason.STORAGE_UNAVAILABLE
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(7.0)
         server.start()
         await wait_until(lambda: serving(rig.address), what="it leads again")
         await asyncio.sleep(4.0)

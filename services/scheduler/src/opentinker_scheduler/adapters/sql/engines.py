@@ -96,7 +96,10 @@ def postgres_engine(where: Postgres) -> Engine:
     @event.listens_for(engine, "do_connect")
     def _password(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, Any]) -> None:
         if where.password_file is not None:
-            parameters["password"] = read_secret(where.password_file)
+            try:
+                parameters["password"] = read_secret(where.password_file)
+            except (OSError, ValueError) as error:
+                raise ServiceError(Reason.STORAGE_UNAVAILABLE, f"the database's password: {error}") from error
 
     @event.listens_for(engine, "before_cursor_execute", retval=True)
     def _without_nul(
