@@ -37,7 +37,8 @@ def ask(address: str) -> dict[str, Any]:
     waited: dict[str, list[float]] = {"health": [], "capabilities": []}
     with grpc.insecure_channel(address) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
-        stub: Any = InferenceServiceStub(channel)
+        make: Any = InferenceServiceStub  # its types are those of asyncio's channels
+        stub = make(channel)
         questions = (
             ("health", health.Check, health_pb2.HealthCheckRequest(service=SERVICE)),
             ("capabilities", stub.GetCapabilities, pb.GetCapabilitiesRequest()),
