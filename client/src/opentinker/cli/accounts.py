@@ -1,12 +1,12 @@
 """Commands around accounts: users, projects, keys, audit, whoami."""
 
-from collections.abc import Iterable, Sequence
 from datetime import UTC, timedelta
 from typing import Annotated, Any
 
 import typer
 
 from opentinker.cli.serving import Address, Key, StateDir, running_cluster
+from opentinker.cli.tables import show
 from opentinker.connection.accounts import ROLE_WORDS, Accounts
 
 Project = Annotated[str, typer.Option(help="Name of the project, or projects/ID (default: your own).")]
@@ -32,7 +32,7 @@ def list_users(
         (user.display_name, user.name, "disabled" if user.disabled else "", _time(user, "create_time"))
         for user in found
     ]
-    _show(("user", "name", "state", "since"), rows, "no users: opentinker users create NAME makes one")
+    show(("user", "name", "state", "since"), rows, "no users: opentinker users create NAME makes one")
 
 
 @users_app.command("create")
@@ -72,7 +72,7 @@ def list_projects(
     with running_cluster(state_dir, address, key) as cluster:
         found = cluster.wait(Accounts(cluster.control).projects())
     rows = [(project.display_name, project.name, _time(project, "create_time")) for project in found]
-    _show(("project", "name", "since"), rows, "no projects")
+    show(("project", "name", "since"), rows, "no projects")
 
 
 @projects_app.command("create")
@@ -91,7 +91,7 @@ def members(context: typer.Context, project: Project = "") -> None:
     with running_cluster(*context.obj) as cluster:
         found = cluster.wait(Accounts(cluster.control).members(project))
     rows = [(member.user, ROLE_WORDS[member.role]) for member in found]
-    _show(("user", "role"), rows, "no members: opentinker projects add USER makes one")
+    show(("user", "role"), rows, "no members: opentinker projects add USER makes one")
 
 
 @projects_app.command()
@@ -179,7 +179,7 @@ def audit(
         )
         for entry in found
     ]
-    _show(("when", "who", "project", "call", "what", "outcome"), rows, "nothing was changed yet")
+    show(("when", "who", "project", "call", "what", "outcome"), rows, "nothing was changed yet")
 
 
 def usage(
@@ -204,7 +204,7 @@ def usage(
         for row in found
     ]
     titles = ("job" if jobs else "day", "slot hours", "GPU hours", "tokens trained", "tokens sampled")
-    _show(titles, rows, "nothing was used yet")
+    show(titles, rows, "nothing was used yet")
 
 
 def whoami(state_dir: StateDir = None, address: Address = None, key: Key = None) -> None:
@@ -229,20 +229,7 @@ def _list_keys(context: typer.Context, project: str) -> None:
         )
         for each in found
     ]
-    _show(("key", "for", "user", "role", "expires", "revoked"), rows, "no keys")
-
-
-def _show(titles: Sequence[str], rows: Iterable[Sequence[str]], nothing: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*titles)
-    for row in rows:
-        table.add_row(*row)
-    if table.row_count:
-        Console().print(table)
-    else:
-        typer.echo(nothing)
+    show(("key", "for", "user", "role", "expires", "revoked"), rows, "no keys")
 
 
 def _time(message: Any, field: str) -> str:

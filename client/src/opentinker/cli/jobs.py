@@ -1,7 +1,7 @@
 """Commands around jobs and servers: jobs, queue, servers, attach."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -9,6 +9,7 @@ import typer
 
 from opentinker import errors
 from opentinker.cli.serving import Address, Key, StateDir, running_cluster
+from opentinker.cli.tables import show
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.project_jobs import LOOK_EVERY_S, ProjectJobs, RunMetrics
 from opentinkerapi.scheduler.v1 import job_pb2
@@ -192,20 +193,6 @@ def show_servers(found: Iterable[job_pb2.Server]) -> None:
         for server in found
     ]
     show(("server", "role", "state", "model", "engine", "slots", "address", "pid"), rows, "no servers")
-
-
-def show(titles: Sequence[str], rows: Iterable[Sequence[str]], nothing: str) -> None:
-    """A table, or what to say where it would be empty."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*titles)
-    for row in rows:
-        table.add_row(*row)
-    if table.row_count:
-        Console().print(table)
-    else:
-        typer.echo(nothing)
 
 
 def word(enum: Any, value: int) -> str:
