@@ -211,10 +211,13 @@ async def _renewing(
 ) -> AsyncIterator[registry_pb.ServerSessionRequest]:
     """What a server says: what is queued, and that it lives."""
     renewal = registry_pb.ServerSessionRequest(renewal=registry_pb.SessionRenewal(ready=True))
-    due = time.perf_counter()
+    # The first thing in line is the hello, which has to come first.
+    yield await up.get()
     while True:
-        with contextlib.suppress(TimeoutError):
-            yield await asyncio.wait_for(up.get(), max(0.0, due - time.perf_counter()))
-            continue
-        due = time.perf_counter() + HEARTBEAT_S
         yield renewal
+        due = time.perf_counter() + HEARTBEAT_S
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(max(0.0, due - time.perf_counter())):
+                    message = await up.get()
+                yield message
