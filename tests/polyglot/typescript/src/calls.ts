@@ -16,6 +16,8 @@ export const insecure = credentials.createInsecure();
 export function metadata(connection: Connection): Metadata {
   const sent = new Metadata();
   sent.set("authorization", `Bearer ${connection.key}`);
+  // Trainer, inference and environment host ask for which job a call is made.
+  if (connection.jobToken) sent.set("x-opentinker-job-token", connection.jobToken);
   return sent;
 }
 
