@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -347,4 +348,12 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestClusterMachine.settings = settings(max_examples=6, stateful_step_count=25, deadline=None)
+
+
+class LongClusterMachine(ClusterMachine):
+    """More of it, which takes minutes."""
+
+
+TestLongClusterMachine = pytest.mark.slow(pytest.mark.timeout(1200)(LongClusterMachine.TestCase))
+TestLongClusterMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
