@@ -189,28 +189,16 @@ class Cluster:
         return Pending.of(self.portal, self._info())
 
     def jobs(self, *, page_size: int = 100) -> Pending[list[job_pb2.Job]]:
-        """The newest jobs, whoever made them."""
+        """The newest jobs, at most so many, whoever made them."""
+        from opentinker.connection.project_jobs import ProjectJobs
 
-        async def ask() -> list[job_pb2.Job]:
-            request = scheduler_service_pb2.ListJobsRequest(page_size=page_size)
-            response = await self.control.call(
-                lambda channel: SchedulerServiceStub(channel).ListJobs(request)
-            )
-            return list(response.jobs)
-
-        return Pending.of(self.portal, ask())
+        return Pending.of(self.portal, ProjectJobs(self.control).jobs(limit=page_size))
 
     def servers(self) -> Pending[list[job_pb2.Server]]:
         """The trainer and inference servers that run."""
+        from opentinker.connection.project_jobs import ProjectJobs
 
-        async def ask() -> list[job_pb2.Server]:
-            request = scheduler_service_pb2.ListServersRequest()
-            response = await self.control.call(
-                lambda channel: SchedulerServiceStub(channel).ListServers(request)
-            )
-            return list(response.servers)
-
-        return Pending.of(self.portal, ask())
+        return Pending.of(self.portal, ProjectJobs(self.control).servers())
 
     def wait(self, awaitable: Awaitable[T]) -> T:
         """Block until something awaitable ends: the way from plain code to anything asynchronous here."""
