@@ -106,15 +106,17 @@ class RunMetrics:
     async def new(self) -> list[run_pb2.MetricsRow]:
         """Rows of steps that were not there when this was last asked."""
         found: list[run_pb2.MetricsRow] = []
-        while True:
+        token, more = self._token, True
+        while more:
             request = run_service_pb2.ListMetricsRequest(
-                run=self._run, page_size=_ROWS_A_PAGE, page_token=self._token
+                run=self._run, page_size=_ROWS_A_PAGE, page_token=token
             )
             page = await self._control.call(partial(_list_metrics, request))
             found += [row for row in page.rows if row.step > self._step]
-            if not page.next_page_token:
-                break
-            self._token = page.next_page_token
+            more = bool(page.next_page_token)
+            token = page.next_page_token or token
+        # Together at the end: whoever was cut off in between reads the same rows again.
+        self._token = token
         if found:
             self._step = found[-1].step
         return found
