@@ -250,6 +250,7 @@ class TrainerServer:
             self._settings.load_request(self._model_path),
             log_path=self._settings.state_dir / "engine.log",
             lifeline_fd=self._settings.lifeline_fd,
+            more_env=self._settings.engine_env(),
         )
 
     def _register(self, digest: str) -> None:

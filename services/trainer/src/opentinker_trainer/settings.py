@@ -1,12 +1,14 @@
 """What a trainer can be told."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from opentinker_kit.settings import ServerSettings
+from opentinker_trainer.rank_link import HOSTS_VARIABLE, RankHosts
 from opentinkerapi.engine.v1 import trainer_engine_pb2
 
 
@@ -29,9 +31,16 @@ class TrainerSettings(ServerSettings):
     threads: int = Field(default=0, ge=0)
     """Threads of an engine process; 0: its share of the cores. Part of what decides the bits of a result."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the engine computes; on "cuda" rank r has GPU r."""
+    """Where the engine computes; on "cuda" rank r has GPU r, on a rank host its first one."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that a policy is spread over: rows are dealt to them, full-parameter policies are cut."""
+    rank_hosts: list[str] = Field(default_factory=list)
+    """`host:port` of the rank hosts (`python -m opentinker_trainer.rank_host`) of ranks 1 and up, in order;
+    by default all ranks are processes of this machine. The base model lies at the same path on all of them."""
+    rank_address: str = ""
+    """What this machine is to the rank hosts; by default `listen_host`."""
+    rank_key_file: Path | None = None
+    """The key that the rank hosts have too (0600)."""
     context_parallel: int = 1
     """A sequence stays on one rank: anything but 1 is refused."""
     export_shard_bytes: int = Field(default=4 * 2**30, ge=1024)
@@ -105,6 +114,13 @@ class TrainerSettings(ServerSettings):
             )
         if self.ranks > 1 and self.engine == "noop":
             raise ValueError(f"ranks is {self.ranks}, and the noop engine is one process")
+        if self.rank_hosts and len(self.rank_hosts) != self.ranks - 1:
+            raise ValueError(
+                f"rank_hosts names {len(self.rank_hosts)} hosts; ranks is {self.ranks}, so it must name "
+                f"{self.ranks - 1}: each rank but the first has its own"
+            )
+        if self.rank_hosts and self.rank_key_file is None:
+            raise ValueError("rank_hosts needs rank_key_file: what the rank hosts are asked with")
         return self
 
     @model_validator(mode="after")
@@ -117,13 +133,22 @@ class TrainerSettings(ServerSettings):
             )
         return self
 
+    def engine_env(self) -> Mapping[str, str]:
+        """Variables of the engine beside its launch settings: where its ranks are, which decides no bit."""
+        if not self.rank_hosts or self.rank_key_file is None:
+            return {}
+        address = self.rank_address or self.listen_host
+        key_file = str(self.rank_key_file.absolute())
+        return {HOSTS_VARIABLE: RankHosts(tuple(self.rank_hosts), address, key_file).encode()}
+
     def weight_bytes(self) -> int:
         """Size of a weight in the forward pass."""
         return {"float32": 4, "bfloat16": 2, "float64": 8}[self.forward_dtype or self.dtype]
 
     def engine_threads(self) -> int:
         """Of each process."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        here = 1 if self.rank_hosts else self.ranks
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // here)
 
     def engine_lanes(self) -> int:
         """Of each process."""

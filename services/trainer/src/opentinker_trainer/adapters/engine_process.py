@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from opentinker_kit.errors import ServiceError
@@ -20,7 +21,13 @@ class ProcessEngine:
     """Speaks for one child. A crashed one is not started again: make a new one."""
 
     def __init__(
-        self, engine: str, load: pb.TrainLoadRequest, *, log_path: Path, lifeline_fd: int | None
+        self,
+        engine: str,
+        load: pb.TrainLoadRequest,
+        *,
+        log_path: Path,
+        lifeline_fd: int | None,
+        more_env: Mapping[str, str] | None = None,
     ) -> None:
         threads = str(load.threads)
         env = {
@@ -30,6 +37,7 @@ class ProcessEngine:
             "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **(more_env or {}),
         }
         self._load = load
         self._process = EngineProcess(

@@ -3,8 +3,9 @@
 import os
 
 from opentinker_kit.frames import EngineServer
-from opentinker_trainer.engine.group import FD_VARIABLE, Leader, run_worker
+from opentinker_trainer.engine.group import Leader, run_worker
 from opentinker_trainer.engine.handlers import EngineHandlers
+from opentinker_trainer.rank_link import FD_VARIABLE
 
 
 def main() -> None:

@@ -3,24 +3,23 @@
 Rank 0 starts the other ranks as torchrun would (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), in
 its own process group, and sends each of them every request; all compute it together. The rendezvous is a
 store on a port of the loopback interface that the system chose, and that is listened on before anybody is
-told of it.
+told of it. With rank hosts on other machines (`rank_link`) it has those start the ranks, and listens where
+they reach it.
 
 Ranks that do not agree are of no use: one that dies, or ends a request otherwise than rank 0, ends the group.
 The call under way fails with the cause, and the front starts a new group from its checkpoint.
 """
 
-import contextlib
 import os
 import queue
 import select
+import shutil
 import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
@@ -32,17 +31,19 @@ from torch._C._distributed_c10d import Store, TCPStore
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.frames import Handler
 from opentinker_kit.logging import configure
+from opentinker_kit.settings import read_secret
+from opentinker_trainer import rank_link
 from opentinker_trainer.engine.handlers import EngineHandlers
 from opentinker_trainer.engine.ranks import Ranks
+from opentinker_trainer.engine.workers import LocalWorker, RemoteWorker, Worker
+from opentinker_trainer.rank_link import RankStart, receive_frame, send_frame
 from opentinkerapi.engine.v1 import frame_pb2
+from opentinkerapi.engine.v1 import trainer_engine_pb2 as pb
 from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
 
-FD_VARIABLE = "OPENTINKER_RANK_FD"
-_DEVICE_VARIABLE = "OPENTINKER_RANK_DEVICE"
 _HOST = "127.0.0.1"
-_LENGTH = struct.Struct("<I")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """A rank may be slow, a dead one is noticed otherwise."""
 _CAUSE_S = 5.0
@@ -53,60 +54,14 @@ _MAY_DIFFER = ("Save",)
 """Methods that only rank 0 can fail: it writes the files, and the policy stays as it is."""
 
 
-class _Worker:
-    """One of the other ranks, as rank 0 sees it."""
-
-    def __init__(
-        self, rank: int, count: int, port: int, device: str, on_end: Callable[[int, int], None]
-    ) -> None:
-        """Start it. `on_end` is told rank and exit status, from a thread."""
-        self.rank = rank
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(port),
-            FD_VARIABLE: str(theirs.fileno()),
-            _DEVICE_VARIABLE: device,
-        }
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "opentinker_trainer.engine"],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self._socket = ours
-        self.replies: queue.SimpleQueue[frame_pb2.Frame | None] = queue.SimpleQueue()
-        """One for each request; None when it is gone."""
-        self.refused = threading.Event()
-        """Set when a reply is an error."""
-        threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True).start()
-        threading.Thread(target=lambda: on_end(rank, self.process.wait()), daemon=True).start()
-
-    def send(self, frame: frame_pb2.Frame) -> None:
-        with contextlib.suppress(OSError):  # whoever waits for its end is told
-            send_frame(self._socket, frame)
-
-    def _read(self) -> None:
-        while (frame := receive_frame(self._socket)) is not None:
-            if frame.HasField("error"):
-                self.refused.set()
-            self.replies.put(frame)
-        self.replies.put(None)
-
-
 class Leader:
     """Rank 0: the engine's methods, done by all ranks together."""
 
     def __init__(self, handlers: EngineHandlers) -> None:
         self._handlers = handlers
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._calls = 0
-        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self.abort: Callable[[ServiceError], None] = lambda error: os._exit(70)
         """Ends this process group, and tells the front why."""
 
@@ -128,29 +83,47 @@ class Leader:
         return run
 
     def _start(self, count: int, device: str) -> None:
-        listener = socket.create_server((_HOST, 0))
+        encoded = os.environ.get(rank_link.HOSTS_VARIABLE)
+        hosts = None if encoded is None else rank_link.RankHosts.decode(encoded)
+        address = _HOST if hosts is None else hosts.address
+        listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         store = TCPStore(
-            _HOST, port, count, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
+            address, port, count, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
         )
-        self._workers = [_Worker(rank, count, port, device, self._on_end) for rank in range(1, count)]
-        self._handlers.ranks = join(store, 0, count, device)
+        env = {name: os.environ[name] for name in rank_link.PASSED_VARIABLES if name in os.environ}
+        starts = [RankStart(rank, count, address, port, device, env) for rank in range(1, count)]
+        if hosts is None:
+            self._workers = [LocalWorker(start, self._on_end) for start in starts]
+        else:
+            self._workers = self._reach(starts, hosts)
+        self._handlers.ranks = join(store, 0, count, device, address=address)
 
-    def _on_end(self, rank: int, status: int) -> None:
-        self._ended.put((rank, status))
-        self.abort(self._loss(rank, status))
+    def _reach(self, starts: Sequence[RankStart], hosts: rank_link.RankHosts) -> list[Worker]:
+        key = read_secret(Path(hosts.key_file))
+        try:
+            return [
+                RemoteWorker(start, host, key, self._on_end)
+                for start, host in zip(starts, hosts.hosts, strict=True)
+            ]
+        except rank_link.LinkError as error:
+            # Those that were reached are in vain: they wait for one that never comes.
+            self.abort(ServiceError(Reason.ENGINE_CRASHED, str(error), retry_after_s=5.0))
+            _wait_for_the_end()
 
-    def _loss(self, rank: int, status: int) -> ServiceError:
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    def _on_end(self, rank: int, how: str) -> None:
+        self._ended.put((rank, how))
+        self.abort(self._loss(rank, how))
+
+    def _loss(self, rank: int, how: str) -> ServiceError:
         text = f"rank {rank} of {len(self._workers) + 1} {how}; the group starts again from its checkpoint"
         return ServiceError(Reason.ENGINE_CRASHED, text, retry_after_s=1.0, metadata={"rank": rank})
 
     def _run(self, method: str, request: Message, handler: Handler) -> Any:
         self._calls += 1
-        body = request.SerializeToString()
         for worker in self._workers:
             worker.refused.clear()
-            worker.send(frame_pb2.Frame(call_id=self._calls, method=method, body=body))
+            worker.send(self._calls, method, request)
         done = threading.Event()
         threading.Thread(target=self._watch, args=(method, done), daemon=True).start()
         failure: ServiceError | None = None
@@ -213,13 +186,27 @@ def run_worker(fd: int) -> None:
     threading.Thread(target=_exit_with, args=(connection.fileno(),), name="leader", daemon=True).start()
     handlers = EngineHandlers()
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, is_master=False)
-    handlers.ranks = join(store, rank, count, os.environ[_DEVICE_VARIABLE])
+    handlers.ranks = join(
+        store,
+        rank,
+        count,
+        os.environ[rank_link.DEVICE_VARIABLE],
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        address=os.environ.get(rank_link.ADDRESS_VARIABLE, _HOST),
+    )
     table = handlers.table()
+    kept = Path(os.environ.get(rank_link.FOLDER_VARIABLE, ""))
     while (frame := receive_frame(connection)) is not None:
+        if frame.method in (rank_link.FOLDER, rank_link.FILE):
+            _keep(frame, kept)
+            continue
         handler = table[frame.method]
         reply = frame_pb2.Frame(call_id=frame.call_id, end=True)
         try:
-            handler.run(handler.request_type.FromString(frame.body))
+            request = handler.request_type.FromString(frame.body)
+            if isinstance(request, pb.TrainRestoreRequest) and kept.name:
+                request.directory = str(kept)
+            handler.run(request)
         except ServiceError as error:
             reply.error.CopyFrom(error.to_status())
         except Exception:
@@ -230,42 +217,41 @@ def run_worker(fd: int) -> None:
     os._exit(0)
 
 
-def join(store: Store, rank: int, count: int, device: str = "cpu") -> Ranks:
-    """Meet the other ranks: through NCCL for what lies on GPUs, through gloo for the rest."""
-    # All ranks are on this host; a host's own name need not resolve.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def join(
+    store: Store,
+    rank: int,
+    count: int,
+    device: str = "cpu",
+    *,
+    local_rank: int | None = None,
+    address: str = _HOST,
+) -> Ranks:
+    """Meet the other ranks: through NCCL for what lies on GPUs, through gloo for the rest.
+
+    `local_rank` is the GPU of this process, by default its rank; `address` what this machine is to others.
+    """
+    # Named, because a host's own name need not resolve.
+    interface = "lo" if address == _HOST else rank_link.interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    ranks = Ranks(rank, count, rank if local_rank is None else local_rank)
     backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(ranks.local)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_COLLECTIVE_TIMEOUT)
-    return Ranks(rank, count)
+    return ranks
 
 
-def send_frame(connection: socket.socket, frame: frame_pb2.Frame) -> None:
-    """Write a frame, its length before it. OSError."""
-    data = frame.SerializeToString()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive_frame(connection: socket.socket) -> frame_pb2.Frame | None:
-    """The next frame, or None at the end."""
-    head = _receive(connection, _LENGTH.size)
-    data = None if head is None else _receive(connection, _LENGTH.unpack(head)[0])
-    return None if data is None else frame_pb2.Frame.FromString(data)
-
-
-def _receive(connection: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        try:
-            part = connection.recv(min(count - len(data), 1 << 20))
-        except OSError:
-            return None
-        if not part:
-            return None
-        data += part
-    return bytes(data)
+def _keep(frame: frame_pb2.Frame, folder: Path) -> None:
+    """Put down what rank 0 sent of its files."""
+    if frame.method == rank_link.FOLDER:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, mode=0o700)
+        return
+    name, _, data = frame.body.partition(b"\n")
+    with (folder / Path(name.decode()).name).open("ab") as file:
+        file.write(data)
 
 
 def _exit_with(fd: int) -> None:

@@ -72,7 +72,7 @@ class EngineHandlers:
                 model_id=request.model_id,
                 dtype=request.dtype,
                 forward_dtype=request.forward_dtype,
-                device=f"cuda:{self.ranks.rank}" if request.device == "cuda" else "cpu",
+                device=f"cuda:{self.ranks.local}" if request.device == "cuda" else "cpu",
                 attention=request.attention,
                 threads=request.threads,
                 compute=ComputeSettings(plan, request.logit_rows, request.slice_tokens, request.lanes or 1),

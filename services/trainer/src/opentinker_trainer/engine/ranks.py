@@ -19,9 +19,11 @@ from torch import Tensor
 class Ranks:
     """This process among those of a group; by default it is alone."""
 
-    def __init__(self, rank: int = 0, count: int = 1) -> None:
+    def __init__(self, rank: int = 0, count: int = 1, local: int | None = None) -> None:
         self.rank = rank
         self.count = count
+        self.local = rank if local is None else local
+        """Which of the GPUs that this process sees is its own."""
 
     @property
     def first(self) -> bool:
