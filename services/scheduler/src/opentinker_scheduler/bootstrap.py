@@ -21,6 +21,7 @@ from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
 from opentinker_kit.settings import read_secret
 from opentinker_scheduler.access import SERVICES, access_table, is_audited
+from opentinker_scheduler.adapters.gpus import this_node
 from opentinker_scheduler.adapters.metrics import SchedulerMetrics
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
@@ -209,6 +210,7 @@ class Scheduler:
             settings.job_lease_s,
             settings.tenant_rules(),
             settings.job_max_duration_s,
+            self.launcher.nodes,
         )
         self._cluster = Cluster(
             database,
@@ -273,6 +275,8 @@ class Scheduler:
                 settings, self.server.address, server, folder
             ),
             pass_fds=_inherited(settings),
+            node=(node := this_node(settings.gpus, settings.accelerator)),
+            gives_gpus=node is not None and any(settings.engine_gpus.values()),
         )
         return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
 

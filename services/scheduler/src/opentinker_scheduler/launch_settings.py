@@ -47,11 +47,14 @@ def server_settings(
         "serving_mode": options.serving_mode,
         "max_lora_rank": options.max_lora_rank,
         "context_tokens": options.context_tokens,
+        "accelerator": options.accelerator,
     }
     if settings.service_key_file and settings.bootstrap_key_file:
         own["require_job_tokens"] = True
     if options.ranks > 1:
         own["ranks"] = options.ranks
+    if options.engine == "torch" and server.devices:
+        own["device"] = "cuda"
     extra = settings.server_settings.get(server.role, {})
     merged = {**shared, **own, **extra}
     return {key: value for key, value in merged.items() if value not in (None, "")}

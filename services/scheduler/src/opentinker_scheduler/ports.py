@@ -15,6 +15,7 @@ from opentinker_kit.events import OutboxRow
 from opentinker_scheduler.account_ports import AccountRepository, AuditRepository
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Assignment, Job, JobState, Server
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.records import (
     Artifact,
     Blob,
@@ -71,7 +72,7 @@ class JobRepository(Protocol):
 
 
 class ServerRepository(Protocol):
-    """Servers."""
+    """Servers. Two that have not ended can never have one GPU: `DeviceTaken`."""
 
     def add(self, server: Server) -> Server: ...
 
@@ -116,6 +117,10 @@ class AssignmentRepository(Protocol):
 
 class SlotTaken(Exception):
     """The database refused a second owner of a slot."""
+
+
+class DeviceTaken(Exception):
+    """The database refused a second owner of a GPU."""
 
 
 class CatalogRepository(Protocol):
@@ -344,6 +349,10 @@ class Launcher(Protocol):
 
     @property
     def can_launch(self) -> bool: ...
+
+    def nodes(self) -> Sequence[Node]:
+        """The machines that it starts servers on; empty where it does not know their GPUs."""
+        ...
 
     async def start(self, server: Server) -> Started:
         """Start a server's process, or say again what was started. OSError if that is impossible."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.adapters.sql.engines import LEASE_S, Location, Postgres
@@ -122,9 +122,14 @@ class SchedulerSettings(ServerSettings):
     inference_slots: int = Field(default=8, ge=1)
     merged_slots: int = Field(default=1, ge=1)
 
-    engine_gpus: dict[str, int] = Field(default_factory=dict)
+    engine_gpus: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """GPUs that each rank of a server takes, by engine; none where it is not named. Shares and quotas count
-    by it; it gives no GPU to a process."""
+    by it. Where the GPUs are known, each server gets so many of its own, and sees no others."""
+    gpus: list[str] | None = None
+    """GPUs of this host that servers may have, as CUDA or ROCm calls them (`["0", "1"]`); by default those
+    that are found. For the launcher `process`."""
+    accelerator: str = ""
+    """Type of the GPUs of this host, as in "H100", for jobs that ask for one. For the launcher `process`."""
     default_tenant: TenantSettings = Field(default_factory=TenantSettings)
     """What a project may have that is not in `tenants`."""
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
@@ -199,6 +204,20 @@ class SchedulerSettings(ServerSettings):
                     "database_url needs the driver of PostgreSQL; run: "
                     'pip install "opentinker-scheduler[postgres]"'
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_that_can_be_given(self) -> Self:
+        named = [name for name in ("gpus", "accelerator") if getattr(self, name)]
+        if named and self.launcher != "process":
+            raise ValueError(
+                f"{named[0]} is for the launcher process; this cluster's is {self.launcher}, which knows "
+                "the GPUs of its nodes itself"
+            )
+        if self.gpus and not any(self.engine_gpus.values()):
+            raise ValueError("gpus names GPUs, but engine_gpus gives no engine any of them")
+        if self.gpus is not None and (len(set(self.gpus)) < len(self.gpus) or "" in self.gpus):
+            raise ValueError("gpus must be names of GPUs, each of them once")
         return self
 
     def database(self) -> Location:

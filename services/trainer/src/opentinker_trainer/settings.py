@@ -30,6 +30,8 @@ class TrainerSettings(ServerSettings):
     """Threads of an engine process; 0: its share of the cores. Part of what decides the bits of a result."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the engine computes; on "cuda" rank r has GPU r."""
+    accelerator: str = ""
+    """Type of the GPUs of this host, as in "H100"; told to the scheduler, for jobs that ask for one."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that a policy is spread over: rows are dealt to them, full-parameter policies are cut."""
     context_parallel: int = 1

@@ -139,6 +139,7 @@ class Reconciler:
             idle_too_long=self._timers.idle(now),
             attended=self._leases.attended(),
             told=self._sessions.told(),
+            nodes=self._launcher.nodes(),
         )
         wall = self._clock.now()
         settled = await self._database.run(lambda tx: settle(tx, seen, self._placing, wall))
