@@ -23,6 +23,7 @@ from opentinker_scheduler.access import access_table
 from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.ports import Started
 from opentinker_scheduler.settings import SchedulerSettings, TenantSettings
 
@@ -47,12 +48,18 @@ class SayingLauncher:
             say(start=server.id, model=server.base_model, slots=server.slots_total)
         return self._started[server.id]
 
-    def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
+    async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
         return {}
 
     async def stop(self, server_id: str, grace_s: float) -> None:
         if self._started.pop(server_id, None) is not None:
             say(stop=server_id)
+
+    def nodes(self) -> Sequence[Node]:
+        return ()
+
+    def waits(self) -> Mapping[str, str]:
+        return {}
 
     def watched(self) -> Collection[str]:
         return tuple(self._started)

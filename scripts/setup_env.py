@@ -33,7 +33,7 @@ BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 DISTRIBUTIONS = (
     "protos[render]",
     "services/kit[models,testing]",
-    "services/scheduler[postgres]",
+    "services/scheduler[postgres,ray]",
     "services/trainer",
     "services/inference[transformers]",
     "services/env_host",

@@ -173,7 +173,7 @@ class Machines:
         number = list(self.processes).index(server_id) + 1
         return Started(number, float(number), Path("log"))
 
-    def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
+    async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
         known = {server.id for server in servers}
         for process in self.alive:
             if process.server.id not in known:
@@ -185,6 +185,9 @@ class Machines:
         if process is not None and process.alive:
             process.alive = False
             self.on_exit(server_id, 0)
+
+    def waits(self) -> Mapping[str, str]:
+        return {}
 
     def watched(self) -> Collection[str]:
         return [process.server.id for process in self.alive]

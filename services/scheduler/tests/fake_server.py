@@ -103,7 +103,10 @@ async def serve(values: dict[str, Any]) -> int:
 def main() -> int:
     values = json.loads(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
     child = subprocess.Popen(["sleep", "600"])
-    (Path(values["state_dir"]) / "child.pid").write_text(str(child.pid))
+    folder = Path(values["state_dir"])
+    (folder / "child.pid").write_text(str(child.pid))
+    seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
+    (folder / "gpus.json").write_text(json.dumps(seen))
     return asyncio.run(serve(values))
 
 

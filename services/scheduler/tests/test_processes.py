@@ -84,9 +84,9 @@ async def test_a_successor_finds_what_runs(folder: Path) -> None:
     second = Watch(folder)
     # By what was recorded, or, where that did not come to pass, by the settings file.
     for known in (started.recorded(server()), server()):
-        assert second.launcher.adopt([known]) == {"s1": started}
+        assert await second.launcher.adopt([known]) == {"s1": started}
         second.launcher.close()
-    second.launcher.adopt([server()])
+    await second.launcher.adopt([server()])
     os.kill(started.pid, signal.SIGKILL)
     await wait_until(lambda: second.exits == [("s1", None)])
     await wait_until(lambda: not alive(child))
@@ -95,7 +95,7 @@ async def test_a_successor_finds_what_runs(folder: Path) -> None:
 async def test_a_pid_that_was_given_to_someone_else_is_not_ours(folder: Path) -> None:
     watch = Watch(folder)
     stranger = replace(server("gone"), pid=os.getpid(), pid_start=1000.0)
-    assert watch.launcher.adopt([stranger]) == {}
+    assert await watch.launcher.adopt([stranger]) == {}
     assert alive(os.getpid())
 
 
@@ -106,7 +106,7 @@ async def test_one_id_with_another_start_time_is_ended(folder: Path) -> None:
     first.launcher.close()
     second = Watch(folder)
     recorded = replace(started.recorded(server()), pid_start=started.pid_start - 100)
-    assert second.launcher.adopt([recorded]) == {}
+    assert await second.launcher.adopt([recorded]) == {}
     await wait_until(lambda: not alive(started.pid))
 
 
@@ -118,7 +118,7 @@ async def test_what_a_dead_leader_left_behind_is_ended(folder: Path) -> None:
     os.kill(started.pid, signal.SIGKILL)
     await asyncio.to_thread(os.waitpid, started.pid, 0)
     assert alive(child)
-    Watch(folder).launcher.adopt([started.recorded(server())])
+    await Watch(folder).launcher.adopt([started.recorded(server())])
     await wait_until(lambda: not alive(child))
 
 
@@ -129,7 +129,7 @@ async def test_others_processes_are_left_alone(folder: Path, tmp_path: Path) -> 
     process = await asyncio.to_thread(
         lambda: subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
     )
-    assert Watch(folder).launcher.adopt([]) == {}
+    assert await Watch(folder).launcher.adopt([]) == {}
     await asyncio.sleep(0.2)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGKILL)

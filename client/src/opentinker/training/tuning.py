@@ -116,6 +116,8 @@ class ServerOptions:
     """Not shared with other jobs."""
     ranks: int | None = None
     """Trainer: processes that a policy is spread over."""
+    accelerator: str | None = None
+    """Type of the GPUs that it runs on, as in "H100"."""
     replicas: int = 1
     """Inference: servers that sample for the policy, each with the model. Requests go where there is room,
     the turns of an episode to one of them, and those of one that dies to the others.
@@ -135,6 +137,7 @@ class ServerOptions:
             context_tokens=self.context_tokens or 0,
             exclusive=self.exclusive,
             ranks=self.ranks or 0,
+            accelerator=self.accelerator or "",
         )
 
 

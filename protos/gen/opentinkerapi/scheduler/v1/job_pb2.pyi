@@ -425,6 +425,7 @@ class ServerOptions(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     EXCLUSIVE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Trainer: "torch" or "noop". Inference: "vllm", "transformers" or "noop". Default: the cluster's."""
     dtype: _builtins.str
@@ -439,6 +440,8 @@ class ServerOptions(_message.Message):
     """Not shared with other jobs."""
     ranks: _builtins.int
     """Trainer: processes that a policy is spread over. Default 1."""
+    accelerator: _builtins.str
+    """Type of the GPUs of the node that the server is on, as in "H100". Default: any. CANNOT_BE_SATISFIED, naming those that there are, for one that no node has."""
     def __init__(
         self,
         *,
@@ -449,10 +452,11 @@ class ServerOptions(_message.Message):
         context_tokens: _builtins.int = ...,
         exclusive: _builtins.bool = ...,
         ranks: _builtins.int = ...,
+        accelerator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "dtype", b"dtype", "engine", b"engine", "exclusive", b"exclusive", "max_lora_rank", b"max_lora_rank", "ranks", b"ranks", "serving_mode", b"serving_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "context_tokens", b"context_tokens", "dtype", b"dtype", "engine", b"engine", "exclusive", b"exclusive", "max_lora_rank", b"max_lora_rank", "ranks", b"ranks", "serving_mode", b"serving_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,6 +525,7 @@ class Server(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
     LAUNCHER_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"servers/{server}"."""
     role: Global___SlotRole.ValueType
@@ -559,6 +564,10 @@ class Server(_message.Message):
     def load(self) -> Global___ServerLoad:
         """Last reported."""
 
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """GPUs that it has, rank by rank, as "{node}/{number}"; empty where they are not given out. Told to who runs the cluster."""
+
     def __init__(
         self,
         *,
@@ -577,10 +586,11 @@ class Server(_message.Message):
         pid: _builtins.int = ...,
         log_path: _builtins.str = ...,
         launcher: _builtins.str = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "load", b"load", "options", b"options", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "base_model", b"base_model", "expire_time", b"expire_time", "launcher", b"launcher", "load", b"load", "log_path", b"log_path", "name", b"name", "options", b"options", "pid", b"pid", "role", b"role", "slots_total", b"slots_total", "slots_used", b"slots_used", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "base_model", b"base_model", "devices", b"devices", "expire_time", b"expire_time", "launcher", b"launcher", "load", b"load", "log_path", b"log_path", "name", b"name", "options", b"options", "pid", b"pid", "role", b"role", "slots_total", b"slots_total", "slots_used", b"slots_used", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,7 @@ class NodeAgent:
         self._address = address
         self._folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
+        self._gone: asyncio.Task[int] | None = None
         self._lifeline = -1
         self._lock = -1
 
@@ -50,6 +51,8 @@ class NodeAgent:
                 _write(self._folder / name, text)
             self._spawn(order)
         assert self._process is not None
+        if self._gone is None:
+            self._gone = asyncio.create_task(asyncio.to_thread(self._process.wait))
         return {
             "pid": self._process.pid,
             "pid_start": time.time(),
@@ -79,9 +82,8 @@ class NodeAgent:
 
     async def ended(self, within_s: float) -> dict[str, Any]:
         """Wait a while for the end: {"code": None while it runs, "tail": end of the log}."""
-        deadline = time.monotonic() + within_s
-        while self._code() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        if self._gone is not None:
+            await asyncio.wait({self._gone}, timeout=within_s)
         code = self._code()
         if code is not None:
             # What it left behind, engines above all, ends with it.
@@ -127,7 +129,7 @@ class NodeAgent:
             key: value
             for key, value in os.environ.items()
             # Ray sets the number of threads to the CPUs that an actor is counted as.
-            if key not in dropped and key != "OMP_NUM_THREADS" and not key.startswith("RAY_")
+            if key.split("__")[0] not in dropped and key != "OMP_NUM_THREADS" and not key.startswith("RAY_")
         }
         try:
             with (self._folder / LOG).open("ab") as output:

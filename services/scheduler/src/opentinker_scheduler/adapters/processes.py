@@ -20,6 +20,7 @@ import structlog
 from opentinker_kit.files import write_json
 from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.domain.nodes import Node, id_of
 from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
@@ -29,6 +30,7 @@ LOG = "server.log"
 _KILL_WAIT_S = 5.0
 _KEPT_FOLDERS = 16
 _TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 16_384, 15, 1_200
+_LOOK_S = 0.05
 _START_SLACK_S = 2.0
 """Start times read by different processes differ where the wall clock was adjusted in between."""
 
@@ -45,6 +47,10 @@ class Recipe:
     settings_for: Callable[[Server, Path], Mapping[str, Any]]
     """The settings of a server, given its folder."""
     pass_fds: Sequence[int] = ()
+    node: Node | None = None
+    """This host; None where its GPUs are not known."""
+    gives_gpus: bool = False
+    """Whether a server sees the GPUs that it was given and no others."""
 
 
 @dataclass(slots=True)
@@ -63,6 +69,8 @@ class ProcessLauncher:
         self._recipe = recipe
         self._on_exit = on_exit
         self._processes: dict[str, _Process] = {}
+        self._devices: dict[str, frozenset[str]] = {}
+        """GPUs of processes that run or are being started."""
 
     @property
     def name(self) -> str:
@@ -72,6 +80,9 @@ class ProcessLauncher:
     def can_launch(self) -> bool:
         return True
 
+    def nodes(self) -> Sequence[Node]:
+        return () if self._recipe.node is None else (self._recipe.node,)
+
     async def start(self, server: Server) -> Started:
         if server.id in self._processes:
             return self._processes[server.id].started
@@ -80,19 +91,37 @@ class ProcessLauncher:
 
     async def _start(self, server: Server) -> Started:
         folder = self._recipe.directory / server.id
-        child = await asyncio.to_thread(self._spawn, server, folder)
-        started = Started(child.pid, _start_time(child.pid), folder / LOG)
+        await self._until_free(server)
+        self._devices[server.id] = frozenset(server.devices)
+        try:
+            child = await asyncio.to_thread(self._spawn, server, folder)
+            started = Started(child.pid, _start_time(child.pid), folder / LOG)
+        except BaseException:
+            del self._devices[server.id]
+            raise
         self._watch(server.id, started, child)
         log.info("started", server=server.name, role=server.role, pid=child.pid, log=str(started.log_path))
         return started
 
-    def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
+    async def _until_free(self, server: Server) -> None:
+        """Wait until no process has the server's GPUs: those of one that was given up may still be ending."""
+        for _ in range(round(_KILL_WAIT_S / _LOOK_S)):
+            others = [
+                i for i, has in self._devices.items() if i != server.id and not has.isdisjoint(server.devices)
+            ]
+            if not others:
+                return
+            await asyncio.sleep(_LOOK_S)
+        raise OSError(f"its GPUs are still held by the process of servers/{others[0]}")
+
+    async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
         expected = {server.id: server for server in servers}
         for server_id, process in self._found():
             server = expected.get(server_id)
             if server is not None and server_id not in self._processes and _same(server, process):
                 folder = self._recipe.directory / server_id
                 started = Started(process.pid, process.create_time(), folder / LOG)
+                self._devices[server_id] = frozenset(server.devices)
                 self._watch(server_id, started, None)
             else:
                 log.warning("ending a process that no server record claims", pid=process.pid)
@@ -119,6 +148,9 @@ class ProcessLauncher:
     def watched(self) -> Collection[str]:
         return tuple(self._processes)
 
+    def waits(self) -> Mapping[str, str]:
+        return {}
+
     def log_tail(self, server_id: str) -> str:
         return tail(self._recipe.directory / server_id / LOG)
 
@@ -126,6 +158,7 @@ class ProcessLauncher:
         for process in self._processes.values():
             self._unwatch(process)
         self._processes.clear()
+        self._devices.clear()
 
     def _spawn(self, server: Server, folder: Path) -> subprocess.Popen[bytes]:
         self._forget_old_folders()
@@ -134,7 +167,7 @@ class ProcessLauncher:
         settings = dict(self._recipe.settings_for(server, folder))
         write_json(path, settings, mode=0o600)
         argv = [self._recipe.python, "-P", "-m", self._recipe.modules[server.role], "--settings", str(path)]
-        env = environment(settings)
+        env = environment(settings) | self._visible(server)
         with (folder / LOG).open("ab") as output:
             return subprocess.Popen(
                 argv,
@@ -145,6 +178,14 @@ class ProcessLauncher:
                 start_new_session=True,
                 pass_fds=self._recipe.pass_fds,
             )
+
+    def _visible(self, server: Server) -> dict[str, str]:
+        """What says to a process which GPUs it has."""
+        if not self._recipe.gives_gpus:
+            return {}
+        ids = ",".join(map(id_of, server.devices))
+        # ROCm reads both names. ROCR_VISIBLE_DEVICES is left as it is: HIP counts among what that one leaves.
+        return {"CUDA_VISIBLE_DEVICES": ids, "HIP_VISIBLE_DEVICES": ids}
 
     def _forget_old_folders(self) -> None:
         """Remove what ended servers left behind, except for the newest."""
@@ -162,6 +203,7 @@ class ProcessLauncher:
 
     def _ended(self, server_id: str) -> None:
         process = self._processes.pop(server_id)
+        self._devices.pop(server_id, None)
         self._unwatch(process)
         code = None if process.child is None else process.child.wait()
         # What it left behind, engines above all, ends with it.
@@ -198,10 +240,13 @@ class StaticLauncher:
     def can_launch(self) -> bool:
         return False
 
+    def nodes(self) -> Sequence[Node]:
+        return ()
+
     async def start(self, server: Server) -> Started:
         raise OSError(f"{server.name}: this cluster starts no servers (setting launcher)")
 
-    def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
+    async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
         return {}
 
     async def stop(self, server_id: str, grace_s: float) -> None:
@@ -209,6 +254,9 @@ class StaticLauncher:
 
     def watched(self) -> Collection[str]:
         return ()
+
+    def waits(self) -> Mapping[str, str]:
+        return {}
 
     def log_tail(self, server_id: str) -> str:
         return ""
@@ -223,21 +271,26 @@ def tail(path: Path) -> str:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            return last_lines(file.read().decode(errors="replace"))
     except OSError:
         return ""
-    return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
+
+
+def last_lines(text: str) -> str:
+    """What is shown of the end of a log."""
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARS:]
 
 
 def environment(settings: Collection[str]) -> dict[str, str]:
     """What a server inherits: all but variables that would override its settings file, or that are meant for
     the scheduler itself."""
-    names = {name.upper() for name in (*settings, *ServerSettings.model_fields)}
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key.removeprefix("OPENTINKER_").split("__")[0] not in names or not key.startswith("OPENTINKER_")
-    }
+    kept_back = environment_names(settings)
+    return {key: value for key, value in os.environ.items() if key.split("__")[0] not in kept_back}
+
+
+def environment_names(settings: Collection[str]) -> Collection[str]:
+    """The variables that a server must not inherit; of nested ones (`NAME__PART`) the first part."""
+    return {f"OPENTINKER_{name.upper()}" for name in (*settings, *ServerSettings.model_fields)}
 
 
 def this_python() -> str:

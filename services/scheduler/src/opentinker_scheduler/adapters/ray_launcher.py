@@ -1,5 +1,5 @@
-"""Servers on the nodes of a Ray cluster: a placement group for each, a bundle for each rank, in each bundle an
-actor that starts a process and tells how it ended.
+"""Servers on the nodes of a Ray cluster: a placement group for each, a bundle for each rank, in each bundle
+an actor that starts a process and tells how it ended.
 
 Groups and actors are detached: they outlive the scheduler, and its successor finds them by their names in the
 namespace of this cluster. What is there and belongs to no server on record is removed.
@@ -17,6 +17,7 @@ import structlog
 from opentinker_scheduler.adapters.processes import environment_names, last_lines
 from opentinker_scheduler.adapters.ray_cluster import Bundle, RayActor, RayCluster, RayLost
 from opentinker_scheduler.domain.model import Role, Server
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
@@ -26,6 +27,7 @@ _POLL_S = 10.0
 _ANSWER_S = 20.0
 _PLACED_EVERY_S = 0.5
 _STOP_SLACK_S = 10.0
+_KEPT_TAILS = 64
 _KEY = "rank.key"
 
 T = TypeVar("T")
@@ -40,10 +42,9 @@ class RayRecipe:
     python: str
     """Interpreter on the nodes; empty: the one that Ray runs there."""
     modules: Mapping[str, str]
-    settings_for: Callable[[Server], Mapping[str, Any]]
-    """The settings of a server; `{folder}` and `{address}` stand for what only the node knows."""
-    files_for: Callable[[Server], Mapping[str, str]]
-    """Files that the settings name as `{folder}/NAME`: text by name."""
+    told: Callable[[Server], tuple[Mapping[str, Any], Mapping[str, Path]]]
+    """The settings of a server, in which `{folder}` and `{address}` stand for what only the node knows, and
+    the files of this host that they name as `{folder}/NAME`, by name."""
     bundle_for: Callable[[Server], Bundle]
     """What each rank of a server takes."""
     new_key: Callable[[], str]
@@ -73,6 +74,7 @@ class RayLauncher:
         self._groups: dict[str, _Group] = {}
         self._waiting: dict[str, str] = {}
         self._tails: dict[str, str] = {}
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +103,11 @@ class RayLauncher:
         return group.started
 
     async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
-        await self._cluster.connect()
+        try:
+            await self._cluster.connect()
+        except RayLost as error:
+            raise OSError(f"the launcher is ray, and its cluster is not there: {error}") from error
+        self._looking = asyncio.get_running_loop().create_task(self._look())
         expected = {server.id: server for server in servers}
         found = await self._cluster.groups()
         for server_id in found:
@@ -135,6 +141,10 @@ class RayLauncher:
     def watched(self) -> Collection[str]:
         return tuple(self._groups)
 
+    def nodes(self) -> Sequence[Node]:
+        # Where nodes are added, those that are there limit nothing.
+        return () if self._recipe.adds_nodes else self._cluster.nodes
+
     def waits(self) -> Mapping[str, str]:
         return dict(self._waiting)
 
@@ -143,11 +153,22 @@ class RayLauncher:
         return last_lines(group.tail if group is not None else self._tails.get(server_id, ""))
 
     def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         for group in self._groups.values():
             for task in group.watching:
                 task.cancel()
         self._groups.clear()
         self._cluster.close()
+
+    async def _look(self) -> None:
+        """Keep an eye on which nodes there are."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            try:
+                await self._cluster.look()
+            except RayLost as error:
+                log.warning("Ray does not say which nodes it has", error=str(error))
 
     async def _start(self, server: Server) -> _Group:
         bundle, ranks = self._recipe.bundle_for(server), _ranks(server)
@@ -160,8 +181,9 @@ class RayLauncher:
         hosts = await asyncio.gather(
             *(self._host(server, rank, agents[rank], key) for rank in range(1, ranks))
         )
-        settings = dict(self._recipe.settings_for(server))
-        files = dict(self._recipe.files_for(server))
+        told, named = self._recipe.told(server)
+        settings = dict(told)
+        files = {name: path.read_text() for name, path in named.items()}
         if hosts:
             settings |= {
                 "rank_hosts": list(hosts),
@@ -201,7 +223,7 @@ class RayLauncher:
             "argv": list(argv),
             "files": dict(files),
             "settings": dict(settings),
-            "drop": environment_names(settings),
+            "drop": sorted(environment_names(settings)),
         }
 
     @property
@@ -215,7 +237,9 @@ class RayLauncher:
         return f"{text}; {who} was asked for nodes" if who else f"{text}; nobody adds nodes to it"
 
     def _check_reachable(self, scheduler: str, node: str) -> None:
-        if scheduler.split("//")[-1].startswith(("127.", "localhost", "[::1]")) and not node.startswith("127."):
+        if scheduler.split("//")[-1].startswith(("127.", "localhost", "[::1]")) and not node.startswith(
+            "127."
+        ):
             raise RayLost(
                 f"the node {node} cannot reach this scheduler, which says that it is at {scheduler}; set "
                 "listen_host, or scheduler_address, to an address that the nodes know"
@@ -248,6 +272,8 @@ class RayLauncher:
     async def _ended(self, server_id: str, code: int | None) -> None:
         group = self._groups.pop(server_id)
         self._tails[server_id] = group.tail
+        while len(self._tails) > _KEPT_TAILS:
+            del self._tails[next(iter(self._tails))]
         group.gone.set()
         current = asyncio.current_task()
         for task in group.watching:

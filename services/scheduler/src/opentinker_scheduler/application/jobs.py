@@ -1,5 +1,6 @@
 """Jobs on behalf of their clients: create, end, pause, resume, keep alive."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from opentinker_kit.clock import Clock
@@ -20,6 +21,7 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
 )
 from opentinker_scheduler.domain.names import MAX_NAME, check_text, new_id, require
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.shares import Tenants, cost_of
 from opentinker_scheduler.ports import ModelSource, Transaction
 from opentinkerapi.runtime.reasons import Reason
@@ -80,6 +82,7 @@ class Jobs:
         default_lease_s: float,
         tenants: Tenants,
         default_duration_s: float = 0.0,
+        nodes: Callable[[], Sequence[Node]] = tuple,
     ) -> None:
         self._offer = offer
         self._models = models
@@ -89,6 +92,7 @@ class Jobs:
         self._default_lease_s = default_lease_s
         self._tenants = tenants
         self._default_duration_s = default_duration_s
+        self._nodes = nodes
 
     async def admit(self, asked: NewJob) -> NewJob:
         """The job with everything filled in, or why it can never run here."""
@@ -100,12 +104,13 @@ class Jobs:
         admission.check_limits(asked.kind, asked.priority, asked.max_duration_s, asked.idle_limit_s)
         admission.check_job(asked.kind, asked.slots, asked.on_client_loss, asked.lease_ttl_s, asked.labels)
         full = admission.trains_all_weights(asked.slots)
+        offer = self._offer.on(self._nodes())
         completed: list[SlotSpec] = []
         for index, spec in enumerate(asked.slots):
             field = f"job.slots[{index}]"
             model = await self._models.resolve(spec.base_model, f"{field}.base_model")
-            completed.append(admission.complete(spec, model, self._offer, field, full=full))
-        admission.check_capacity(completed, self._offer.limits)
+            completed.append(admission.complete(spec, model, offer, field, full=full))
+        admission.check_capacity(completed, offer.limits)
         return replace(asked, slots=tuple(completed))
 
     def create(self, tx: Transaction, new: NewJob, project: str) -> Job:

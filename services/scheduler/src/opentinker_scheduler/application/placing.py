@@ -20,6 +20,7 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
 )
 from opentinker_scheduler.domain.names import new_id
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.planner import Cluster, Plan, make_plan
 from opentinker_scheduler.domain.preemption import Candidate
 from opentinker_scheduler.domain.replicas import Place, missing, urgency
@@ -62,7 +63,7 @@ class Placing:
         self._shapes: dict[tuple[SlotSpec, ...], int] = {}
         self._telling: Iterator[tuple[str, int, str]] = iter(())
 
-    def place(self, tx: Transaction, attended: Collection[str], now: datetime) -> None:
+    def place(self, tx: Transaction, attended: Collection[str], nodes: Sequence[Node], now: datetime) -> None:
         """Give slots to those who wait, and tell the others why they do."""
         jobs = {job.id: job for job in tx.jobs.live()}
         assignments = tx.assignments.active()
@@ -73,11 +74,16 @@ class Placing:
             return
         servers = tx.servers.live()
         placed = [job for job in jobs.values() if job.state.placed]
+        limits = replace(self.terms.limits, nodes=tuple(nodes))
+        ours = [server for server in servers if server.launched]
+        leaving = [server for server in ours if server.state is ServerState.DRAINING]
         cluster = Cluster(
-            limits=self.terms.limits,
-            running=_by_engine(server for server in servers if server.launched),
-            leaving=_by_engine(s for s in servers if s.launched and s.state is ServerState.DRAINING),
-            shares=self._shares(tx, placed, servers, now),
+            limits=limits,
+            running=_by_engine(ours),
+            leaving=_by_engine(leaving),
+            devices=_devices(ours),
+            coming=_devices(leaving),
+            shares=self._shares(tx, placed, servers, limits, now),
             tenures=lambda: [_tenure(job, now) for job in placed],
             candidates=(lambda: self._candidates(placed, now)) if self.terms.preemption else None,
             yielding=any(job.state is JobState.PREEMPTED for job in jobs.values()),
@@ -113,16 +119,24 @@ class Placing:
         ]
 
     def _shares(
-        self, tx: Transaction, placed: Sequence[Job], servers: Sequence[Server], now: datetime
+        self,
+        tx: Transaction,
+        placed: Sequence[Job],
+        servers: Sequence[Server],
+        limits: Limits,
+        now: datetime,
     ) -> Shares:
         """How the cluster is divided now."""
-        limits, tenants = self.terms.limits, self.terms.tenants
+        tenants = self.terms.tenants
         held: dict[str, Cost] = {}
         for job in placed:
             held[job.project] = held.get(job.project, NOTHING) + job.cost
         there = [server for server in servers if server.state is not ServerState.DRAINING]
         slots = sum(server.slots_total for server in there)
-        gpus = sum(limits.gpus_of(server.role, server.options) for server in there)
+        if limits.nodes:
+            gpus = sum(node.gpus for node in limits.nodes)
+        else:
+            gpus = sum(limits.gpus_of(server.role, server.options) for server in there)
         spent: dict[str, float] = {}
         if tenants.meters_gpus:
             spent = {project: used.gpu_seconds for project, used in tx.usage.of_day(day_of(now)).items()}
@@ -220,6 +234,10 @@ def _by_engine(servers: Iterable[Server]) -> Mapping[str, int]:
     return counts
 
 
+def _devices(servers: Iterable[Server]) -> frozenset[str]:
+    return frozenset(device for server in servers for device in server.devices)
+
+
 def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) -> list[Capacity]:
     taken: dict[str, list[Assignment]] = {}
     for assignment in assignments:
@@ -243,6 +261,7 @@ def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) ->
                 launched=server.launched,
                 ready=server.state is ServerState.READY,
                 taken=owners,
+                devices=server.devices,
             )
         )
     return capacities
@@ -260,6 +279,7 @@ def _write(tx: Transaction, plan: Plan, jobs: dict[str, Job], launcher_name: str
                 slots_total=new.slots,
                 launcher=launcher_name,
                 start_time=now,
+                devices=new.devices,
             )
         )
     for grant in plan.grants:

@@ -64,6 +64,8 @@ class Reconciler:
         self._woken = asyncio.Event()
         self._endings: list[Ending] = []
         self._busy: dict[str, asyncio.Task[None]] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        """Those of them that start a server."""
         self.watcher: Watcher | None = None
 
     def wake(self) -> None:
@@ -85,7 +87,7 @@ class Reconciler:
             return Settled(tx.jobs.live(), tx.servers.live(), tx.assignments.active(), {}, moving=True)
 
         found = await self._database.run(read)
-        running = self._launcher.adopt([server for server in found.servers if server.launched])
+        running = await self._launcher.adopt([server for server in found.servers if server.launched])
         await self._record(running)
         for server in found.servers:
             started = server.pid != 0 or server.register_time is not None
@@ -139,6 +141,8 @@ class Reconciler:
             idle_too_long=self._timers.idle(now),
             attended=self._leases.attended(),
             told=self._sessions.told(),
+            waits=self._launcher.waits(),
+            nodes=self._launcher.nodes(),
         )
         wall = self._clock.now()
         settled = await self._database.run(lambda tx: settle(tx, seen, self._placing, wall))
@@ -180,11 +184,14 @@ class Reconciler:
             if not server.launched:
                 continue
             if server.state is ServerState.LAUNCHING and not server.pid and not server.instance_id:
-                self._begin(server.id, self._starter(server))
+                self._starting[server.id] = self._begin(server.id, self._starter(server))
             elif server.state is ServerState.DRAINING:
                 self._sessions.drain(server.id, "it has no work")
                 self._begin(server.id, self._stopper(server.id, self._timing.stop_grace_s))
         live = {server.id for server in settled.servers}
+        for server_id in self._starting.keys() - live:
+            # It may wait for room that nobody needs any more.
+            self._starting[server_id].cancel()
         for server_id in set(self._launcher.watched()) - live:
             self._begin(server_id, self._stopper(server_id, 0.0))
         for server_id in self._leases.servers.holders() - live:
@@ -209,20 +216,22 @@ class Reconciler:
             if job.state is not JobState.PAUSED and job.id not in known:
                 self._leases.grant_job(job)
 
-    def _begin(self, server_id: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    def _begin(self, server_id: str, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
         """Do something to a server in the background, one thing at a time."""
         if server_id in self._busy:
-            return
+            return self._busy[server_id]
         task = asyncio.get_running_loop().create_task(work())
         self._busy[server_id] = task
 
         def done(finished: asyncio.Task[None]) -> None:
             del self._busy[server_id]
+            self._starting.pop(server_id, None)
             if not finished.cancelled() and (error := finished.exception()) is not None:
                 log.error("a server could not be handled", server=server_id, exc_info=error)
             self.wake()
 
         task.add_done_callback(done)
+        return task
 
     def _starter(self, server: Server) -> Callable[[], Coroutine[None, None, None]]:
         async def start() -> None:

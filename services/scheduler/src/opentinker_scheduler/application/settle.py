@@ -5,7 +5,7 @@ and are derived anew from the rows at every tick, so that nothing depends on a t
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from opentinker_scheduler.application.changes import answering, end_assignment, end_server, save_job
@@ -20,6 +20,7 @@ from opentinker_scheduler.domain.model import (
     Server,
     ServerState,
 )
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.replicas import missing, suffices
 from opentinker_scheduler.ports import Transaction
 from opentinkerapi.runtime.reasons import Reason
@@ -61,6 +62,10 @@ class Observed:
     """Jobs whose clients were heard since this scheduler leads."""
     told: Mapping[str, frozenset[str]]
     """Assignments that each open session was told of."""
+    waits: Mapping[str, str] = field(default_factory=dict)
+    """What servers that are being started wait for."""
+    nodes: Sequence[Node] = ()
+    """Where servers can be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +107,11 @@ def settle(tx: Transaction, seen: Observed, placing: Placing, now: datetime) -> 
     jobs = tx.jobs.live()
     if any(map(wants, jobs)):
         _start_answering(tx, jobs, now)
-        placing.place(tx, seen.attended, now)
+        placing.place(tx, seen.attended, seen.nodes, now)
+    _end_unwanted(tx, budget, now)
     jobs = tx.jobs.live()
     servers, assignments = tx.servers.live(), tx.assignments.active()
+    _tell_who_starts(tx, jobs, assignments, seen.waits)
     servers = _drain_idle(tx, servers, assignments, seen.idle_too_long)
     untold = {
         a.job_id for a in assignments if a.server_id in seen.told and a.id not in seen.told[a.server_id]
@@ -140,6 +147,30 @@ def _start_answering(tx: Transaction, jobs: Sequence[Job], now: datetime) -> Non
         goes_on = job.state is JobState.STARTING and job.start_time is not None and suffices(job, places)
         if complete or goes_on:
             save_job(tx, job, rules.running(job, now, complete=complete), now)
+
+
+def _end_unwanted(tx: Transaction, budget: rules.CrashBudget, now: datetime) -> None:
+    """Give up servers that have no process yet where nobody waits for them any more; whatever is being
+    started for them is ended as any process that no server claims."""
+    busy = {assignment.server_id for assignment in tx.assignments.active()}
+    for server in tx.servers.live():
+        begun = server.pid or server.instance_id or server.state is not ServerState.LAUNCHING
+        if server.launched and not begun and server.id not in busy:
+            cause = Failure("", "nobody waited for it any more before it had started")
+            draining = replace(server, state=ServerState.DRAINING)
+            end_server(tx, draining, cause, now, budget, counts=False)
+
+
+def _tell_who_starts(
+    tx: Transaction, jobs: Sequence[Job], assignments: Sequence[Assignment], waits: Mapping[str, str]
+) -> None:
+    """Say what a job's servers wait for, where that is something a person can do something about."""
+    if not waits:
+        return
+    starting = {job.id for job in jobs if job.state is JobState.STARTING}
+    for assignment in assignments:
+        if assignment.job_id in starting and (text := waits.get(assignment.server_id)):
+            tx.jobs.tell(assignment.job_id, 0, f"starting: {text}")
 
 
 def _drain_idle(

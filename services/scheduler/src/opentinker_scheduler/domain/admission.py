@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from opentinker_kit.errors import ServiceError
-from opentinker_scheduler.domain.floor import Limits
+from opentinker_scheduler.domain.floor import Key, Limits
 from opentinker_scheduler.domain.model import (
     DTYPES,
     ENGINES,
@@ -18,6 +18,7 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
+from opentinker_scheduler.domain.nodes import Node, Pool, accelerators
 from opentinker_scheduler.domain.shares import Rules
 from opentinkerapi.runtime.reasons import Reason
 
@@ -45,6 +46,10 @@ class Offer:
     default_lora_rank: int = 32
     max_lora_rank: int = 256
     max_context_tokens: int = 8192
+
+    def on(self, nodes: Sequence[Node]) -> "Offer":
+        """With the nodes that servers are started on."""
+        return replace(self, limits=replace(self.limits, nodes=tuple(nodes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,7 @@ def complete(spec: SlotSpec, model: Model, offer: Offer, field: str, *, full: bo
         text = f"max_lora_rank {rank} is over this cluster's limit max_lora_rank={offer.max_lora_rank}"
         raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=f"{field}.options.max_lora_rank")
     context = _context(asked.context_tokens, model, offer, f"{field}.options.context_tokens")
+    accelerator = _accelerator(asked.accelerator, offer, f"{field}.options.accelerator")
     options = ServerOptions(
         engine=engine,
         dtype=asked.dtype or offer.default_dtypes.get(engine, ""),
@@ -223,6 +229,7 @@ def complete(spec: SlotSpec, model: Model, offer: Offer, field: str, *, full: bo
         max_lora_rank=rank,
         context_tokens=context,
         ranks=0 if is_inference else asked.ranks or 1,
+        accelerator=accelerator,
     )
     return replace(spec, base_model=model.model_id, tuning=tuning, options=options)
 
@@ -236,6 +243,17 @@ def _context(asked: int, model: Model, offer: Offer, field: str) -> int:
         text = f"context_tokens {asked} is over the {model.context_tokens} tokens of {model.model_id}"
         raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
     return asked or (min(limit, model.context_tokens) if model.context_tokens > 0 else limit)
+
+
+def _accelerator(asked: str, offer: Offer, field: str) -> str:
+    """The type that is asked for; where all nodes are of one type, that one."""
+    nodes = offer.limits.nodes
+    known = accelerators(nodes)
+    if asked and asked not in known:
+        have = f"there are {', '.join(known)}" if known else "the types of this cluster's nodes are not known"
+        text = f"no node has accelerator {asked}; {have}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
+    return asked or (known[0] if len({node.accelerator for node in nodes}) == len(known) == 1 else "")
 
 
 def check_offered(slots: Sequence[SlotSpec], servers: Sequence[Server]) -> None:
@@ -273,4 +291,25 @@ def check_capacity(slots: Sequence[SlotSpec], limits: Limits) -> None:
     total = sum(by_engine.values())
     if total > limits.max_servers:
         text = f"this job needs {total} servers; the limit max_servers is {limits.max_servers}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")
+    _check_gpus(needed, limits)
+
+
+def _check_gpus(needed: Mapping[Key, int], limits: Limits) -> None:
+    """Whether the nodes could hold all servers at once if nobody else had any."""
+    pool = Pool(limits.nodes)
+    servers = [(limits.ask(key[0], key[2]), key) for key, count in needed.items() for _ in range(count)]
+    # As few small ones as possible are in the way of the large ones.
+    for ask, (role, _, options) in sorted(servers, key=lambda one: -one[0].total):
+        devices = pool.find(ask)
+        if devices is not None:
+            pool.take(devices)
+            continue
+        if Pool(limits.nodes).find(ask) is None:
+            text = f"a {options.engine} {role} server takes {ask.describe()}; no node has them"
+        else:
+            total = sum(each.total for each, _ in servers)
+            text = f"the servers of this job take {total} GPUs at once; the nodes cannot hold them"
+        have = ", ".join(f"{node.name} has {node.gpus}" for node in limits.nodes)
+        text = f"{text}: {have} (setting engine_gpus[{options.engine}]={limits.engine_gpus[options.engine]})"
         raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")

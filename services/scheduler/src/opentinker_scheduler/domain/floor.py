@@ -5,15 +5,19 @@ only slots it accepts; replicas of one slot never share a server; an exclusive s
 other job; limits on servers are kept; what is kept for a larger job goes to others only as its hold allows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opentinker_scheduler.domain.model import Cost, Role, ServerOptions, SlotSpec
+from opentinker_scheduler.domain.nodes import Ask, Node, Pool
 from opentinker_scheduler.domain.shares import NOTHING
 
 Key = tuple[Role, str, ServerOptions]
 Kind = tuple[Role, str]
 """Role and base model."""
+Claim = tuple[str, tuple[str, ...]]
+"""Engine of a server, and its GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,10 @@ class Capacity:
     taken: dict[int, str] = field(default_factory=dict)
     """Who owns the other slots."""
     hold: Hold | None = None
+    devices: tuple[str, ...] = ()
+    """GPUs that it has."""
+    warm: bool = False
+    """Kept ready without jobs: the last to make room."""
 
     @property
     def kind(self) -> Kind:
@@ -172,6 +180,8 @@ class Limits:
     merged_slots: int = 1
     engine_gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs that a rank of a server takes, by engine; none where it is not named."""
+    nodes: tuple[Node, ...] = ()
+    """Where servers are started. None: nobody knows, and GPUs are not given out."""
     default_engines: Mapping[Role, str] = field(default_factory=dict)
     """What a slot is counted as that names no engine."""
     reserve_after_s: float = 60.0
@@ -184,9 +194,21 @@ class Limits:
         return self.merged_slots if options.serving_mode == "merged" else self.inference_slots
 
     def gpus_of(self, role: Role, options: ServerOptions) -> int:
-        """GPUs that a server takes."""
-        engine = options.engine or self.default_engines.get(role, "")
-        return self.engine_gpus.get(engine, 0) * max(1, options.ranks)
+        """GPUs that a server counts as."""
+        return self._rank_gpus(role, options) * max(1, options.ranks)
+
+    def ask(self, role: Role, options: ServerOptions) -> Ask:
+        """GPUs that a server is given."""
+        gpus = self._rank_gpus(role, options) if self.nodes else 0
+        return Ask(max(1, options.ranks), gpus, options.accelerator)
+
+    @property
+    def gives_gpus(self) -> bool:
+        """Whether servers are given GPUs, and none that are another's."""
+        return bool(self.nodes) and any(self.engine_gpus.values())
+
+    def _rank_gpus(self, role: Role, options: ServerOptions) -> int:
+        return self.engine_gpus.get(options.engine or self.default_engines.get(role, ""), 0)
 
     def per_server(self, spec: SlotSpec) -> tuple[int, int]:
         """Slots and GPUs of a server for a slot."""
@@ -225,6 +247,8 @@ class NewServer:
     base_model: str
     options: ServerOptions
     slots: int
+    devices: tuple[str, ...] = ()
+    """Its GPUs, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +258,8 @@ class Obstacle:
     text: str
     engine: str = ""
     """Set where it is a limit on servers of this engine, so that only the end of one of them helps."""
+    gpus: bool = False
+    """Only the end of servers that have GPUs helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +273,7 @@ class Shortage:
 
 class Floor:
     """The servers as they would be after the grants so far. `running` counts the servers that exist, by
-    engine; `leaving` those of them that are on their way out.
+    engine; `leaving` those of them that are on their way out, whose GPUs are `coming`; `gpus` are free.
     """
 
     def __init__(
@@ -257,74 +283,91 @@ class Floor:
         running: Mapping[str, int],
         new_server_id: Callable[[], str],
         leaving: Mapping[str, int] | None = None,
+        gpus: Pool | None = None,
+        coming: Iterable[str] = (),
     ) -> None:
         self.servers = list(servers)
         self.limits = limits
         self.running = dict(running)
         self._new_server_id = new_server_id
         self.leaving = dict(leaving or {})
+        self._gpus = Pool(limits.nodes) if gpus is None else gpus
+        self._coming = set(coming)
+        self.claims: list[Claim] = []
+        """Of what is on its way out, what waits for somebody."""
         self._free: dict[Kind, list[Capacity]] = {}
         for server in self.servers:
             if server.free:
                 self._free.setdefault(server.kind, []).append(server)
         self.launched: list[NewServer] = []
         self.evicted: list[str] = []
-        self._kept: list[tuple[str, Hold]] = []
-        """Servers that are still to be started for others: engine, for whom."""
+        self._kept: list[tuple[NewServer, Hold]] = []
+        """Servers that are still to be started for others, and for whom."""
 
     def place(self, demand: Demand) -> tuple[Placement, ...] | Shortage:
         """All of a job's slots, taken; or why not, with nothing changed."""
         before: dict[str, tuple[Capacity, Capacity]] = {}
         started = len(self.launched)
-        placements: list[Placement] = []
-        for need in demand.needs:
-            server = self._find(need, demand) or self._launch(need, demand)
+        placements: dict[Need, Placement] = {}
+        for need in self._largest_first(demand.needs):
+            server = self._find(need, demand) or self.launch(need, demand)
             if isinstance(server, Obstacle):
                 self._undo(before.values(), started)
                 return Shortage(need, sum(other.key == need.key for other in demand.needs), server)
             if server.server_id not in before:
                 before[server.server_id] = (server, server.copy())
-            placements.append(Placement(need, server.server_id, server.take(need, demand)))
+            placements[need] = Placement(need, server.server_id, server.take(need, demand))
         for kind in {(need.role, need.base_model) for need in demand.needs}:
             self._free[kind] = [server for server in self._free.get(kind, ()) if server.free]
-        return tuple(placements)
+        return tuple(placements[need] for need in demand.needs)
 
-    def make_room(self, demand: Demand, shortage: Shortage) -> None:
-        """Mark an idle server to stop where a limit on servers is what keeps a job waiting."""
-        if not self.limits.can_launch:
-            return
-        engine = shortage.obstacle.engine
-        coming = [name for name, count in self.leaving.items() if count > 0 and engine in ("", name)]
-        if coming:
-            # Room is being made; one more stop for each look would empty the cluster.
-            self.leaving[coming[0]] -= 1
-            return
-        idle = [
-            server
-            for line in self._free.values()
-            for server in line
-            if server.idle and server.hold is None and engine in ("", server.options.engine)
-        ]
-        # One of the kind that it waits for only if the others of that kind are enough.
-        for server in sorted(idle, key=lambda one: any(map(one.suits, demand.needs))):
-            if self._is_spare(server, demand):
-                self._free[server.kind].remove(server)
-                self.servers.remove(server)
-                self.evicted.append(server.server_id)
-                return
+    def after(
+        self, servers: Iterable[Capacity], stopped: Collection[Capacity], claims: Iterable[Claim] = ()
+    ) -> "Floor":
+        """A floor of these servers once those that are leaving and these others are gone, and the claims
+        have what they wait for."""
+        running = Counter(self.running)
+        running.subtract(self.leaving)
+        running.subtract(one.options.engine for one in stopped)
+        gpus = self._gpus.copy()
+        gpus.give_back(self._coming)
+        gpus.give_back(device for one in stopped for device in one.devices)
+        gpus.take(device for new, _ in self._kept for device in new.devices)
+        for engine, devices in claims:
+            running[engine] += 1
+            gpus.take(devices)
+        return Floor(servers, self.limits, running, lambda: "later", gpus=gpus)
 
-    def keep(self, engine: str, hold: Hold) -> None:
-        """Leave room for a server of an engine to be started for a job."""
-        self._kept.append((engine, hold))
+    def has_gpus_for(self, need: Need) -> bool:
+        """Whether enough of them are free for a new server."""
+        return self._gpus.find(self.limits.ask(need.role, need.options)) is not None
 
-    def _is_spare(self, server: Capacity, demand: Demand) -> bool:
-        """Whether what a job could have on a server it can have on others that are there."""
-        needs = tuple(need for need in demand.needs if server.suits(need))
-        if not needs:
-            return True
-        others = [one.copy() for one in self._free[server.kind] if one is not server]
-        rest = Floor(others, replace(self.limits, can_launch=False), {}, lambda: "")
-        return isinstance(rest.place(replace(demand, needs=needs)), tuple)
+    def free(self, kind: Kind) -> Sequence[Capacity]:
+        """Servers of a kind with free slots."""
+        return self._free.get(kind, ())
+
+    def idle(self) -> list[Capacity]:
+        """Servers that may be stopped: they have no work, and are kept for nobody."""
+        return [one for line in self._free.values() for one in line if one.idle and one.hold is None]
+
+    def evict(self, server: Capacity) -> None:
+        """Have an idle server stop."""
+        self._free[server.kind].remove(server)
+        self.servers.remove(server)
+        self.evicted.append(server.server_id)
+        engine = server.options.engine
+        self.leaving[engine] = self.leaving.get(engine, 0) + 1
+        self._coming |= set(server.devices)
+
+    def keep(self, server: NewServer, hold: Hold) -> None:
+        """Leave room for a server to be started for a job."""
+        self._kept.append((server, hold))
+
+    def _largest_first(self, needs: Sequence[Need]) -> Sequence[Need]:
+        """So that servers of few GPUs are not in the way of those of many."""
+        if not self.limits.gives_gpus:
+            return needs
+        return sorted(needs, key=lambda need: -self.limits.ask(need.role, need.options).total)
 
     def _find(self, need: Need, demand: Demand) -> Capacity | None:
         fitting = [
@@ -335,32 +378,33 @@ class Floor:
         # Fill what is loaded and nearly full first, so that empty servers stay empty and can be stopped.
         return min(fitting, key=lambda server: (not server.ready, len(server.free)), default=None)
 
-    def _launch(self, need: Need, demand: Demand) -> Capacity | Obstacle:
+    def launch(self, need: Need, demand: Demand) -> Capacity | Obstacle:
         """A new server for this need, or what forbids one."""
-        obstacle = self._obstacle(need, demand)
-        if obstacle is not None:
-            return obstacle
+        devices = self._devices(need, demand)
+        if isinstance(devices, Obstacle):
+            return devices
         slots = self.limits.slots_of(need.role, need.options)
         server = Capacity(
-            self._new_server_id(), *need.key, free=list(range(slots)), launched=True, ready=False
+            self._new_server_id(), *need.key, free=list(range(slots)), ready=False, devices=devices
         )
+        self._gpus.take(devices)
         self.servers.append(server)
         self._free.setdefault(server.kind, []).append(server)
-        self.launched.append(NewServer(server.server_id, *need.key, slots))
+        self.launched.append(NewServer(server.server_id, *need.key, slots, devices))
         engine = need.options.engine
         self.running[engine] = self.running.get(engine, 0) + 1
         return server
 
-    def _obstacle(self, need: Need, demand: Demand) -> Obstacle | None:
+    def _devices(self, need: Need, demand: Demand) -> tuple[str, ...] | Obstacle:
+        """The GPUs of a new server, or what forbids one."""
         limit = self._limit(need, demand)
-        if limit is None:
-            return None
-        beside = self._free.get((need.role, need.base_model), ())
+        if not isinstance(limit, Obstacle):
+            return limit
+        beside = self.free((need.role, need.base_model))
         held = any(server.hold is not None and server.accepts(need, demand.job_id) for server in beside)
         return _kept_for() if held else limit
 
-    def _limit(self, need: Need, demand: Demand) -> Obstacle | None:
-        """What forbids a new server."""
+    def _limit(self, need: Need, demand: Demand) -> tuple[str, ...] | Obstacle:
         limits, engine = self.limits, need.options.engine
         if not limits.can_launch:
             return Obstacle("no registered server has them free")
@@ -370,13 +414,21 @@ class Floor:
             return Obstacle(f"the limit max_engine_servers[{engine}]={engine_limit} is reached", engine)
         if of_all >= limits.max_servers:
             return Obstacle(f"the limit max_servers={limits.max_servers} is reached")
-        kept = [(of, hold) for of, hold in self._kept if not hold.lends(demand.limit_s)]
-        same = sum(of == engine for of, _ in kept)
+        kept = [new for new, hold in self._kept if not hold.lends(demand.limit_s)]
+        same = sum(new.options.engine == engine for new in kept)
         if same and engine_limit is not None and of_engine + same >= engine_limit:
             return _kept_for()
         if kept and of_all + len(kept) >= limits.max_servers:
             return _kept_for()
-        return None
+        ask = limits.ask(need.role, need.options)
+        if (free := self._gpus.find(ask)) is None:
+            where = "on no node" if ask.ranks == 1 else "nowhere"
+            return Obstacle(f"{ask.describe()} {'is' if ask.total == 1 else 'are'} free {where}", gpus=True)
+        kept_devices = {device for new in kept for device in new.devices}
+        if kept_devices.isdisjoint(free):
+            return free
+        others = self._gpus.find(ask, kept_devices)
+        return _kept_for() if others is None else others
 
     def _undo(self, before: Iterable[tuple[Capacity, Capacity]], started: int) -> None:
         for server, copy in before:
@@ -386,6 +438,7 @@ class Floor:
             self._free[kind] = [server for server in self._free[kind] if server.server_id != new.server_id]
             self.servers = [server for server in self.servers if server.server_id != new.server_id]
             self.running[new.options.engine] -= 1
+            self._gpus.give_back(new.devices)
         del self.launched[started:]
 
 

@@ -79,6 +79,8 @@ class ServerOptions:
     context_tokens: int = 0
     ranks: int = 0
     """Processes that a policy is spread over; for trainers."""
+    accelerator: str = ""
+    """Type of the GPUs of the node that it is on."""
 
     def accepts(self, asked: "ServerOptions") -> bool:
         """Whether a server that registered itself with these options serves a slot that asks for those."""
@@ -89,6 +91,7 @@ class ServerOptions:
             and (self.max_lora_rank == 0 or asked.max_lora_rank <= self.max_lora_rank)
             and (self.context_tokens == 0 or asked.context_tokens <= self.context_tokens)
             and asked.ranks in (0, max(1, self.ranks))
+            and asked.accelerator in ("", self.accelerator)
         )
 
 
@@ -231,6 +234,8 @@ class Server:
     end_time: datetime | None = None
     end_reason: str = ""
     exit_code: int | None = None
+    devices: tuple[str, ...] = ()
+    """GPUs that it has until it has ended, rank by rank: node and number."""
     seq: int = 0
 
     @property

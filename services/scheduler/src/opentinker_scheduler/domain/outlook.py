@@ -1,10 +1,9 @@
 """Whether a job that does not fit now would fit once certain others have ended."""
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, Placement
+from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, NewServer, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +11,8 @@ class Later:
     """How it would fit."""
 
     placements: tuple[Placement, ...]
-    engines: tuple[str, ...]
-    """Of the servers that are to be started for it then."""
+    launched: tuple[NewServer, ...]
+    """Servers that are to be started for it then."""
     stopped: tuple[Capacity, ...]
     """Servers of other kinds that are without work then, and can make room."""
 
@@ -37,17 +36,13 @@ class Outlook:
     def without(self, jobs: Collection[str]) -> Later | None:
         """How the job would fit once these have ended, if it would."""
         ended = self.ended(jobs)
-        floor = self._floor
         stopped = tuple(one for one in self._others if one.jobs <= ended)
-        running = Counter(floor.running)
-        running.subtract(floor.leaving)
-        running.subtract(one.options.engine for one in stopped)
         then = [one.without(ended) for one in self.useful if one.free or not one.jobs.isdisjoint(ended)]
-        later = Floor(then, floor.limits, running, lambda: "later")
+        later = self._floor.after(then, stopped)
         placed = later.place(self._demand)
         if not isinstance(placed, tuple):
             return None
-        return Later(placed, tuple(new.options.engine for new in later.launched), stopped)
+        return Later(placed, tuple(later.launched), stopped)
 
     def ended(self, jobs: Collection[str]) -> frozenset[str]:
         """Those and the ones that are leaving anyway."""

@@ -7,21 +7,24 @@ holds for each placement stands in `floor`.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentinker_scheduler.domain.floor import (
     Capacity,
     Demand,
     Floor,
+    Key,
     Limits,
     NewServer,
     Placement,
     Shortage,
 )
 from opentinker_scheduler.domain.model import Role
+from opentinker_scheduler.domain.nodes import Pool
 from opentinker_scheduler.domain.preemption import Candidate, displace
 from opentinker_scheduler.domain.reservations import Reservation, Tenure, needs_room, reserve
+from opentinker_scheduler.domain.room import make_room, warm_up
 from opentinker_scheduler.domain.shares import EVEN, NOTHING, FairOrder, Shares, over_quota, positions
 
 _MAX_RESERVATIONS = 2
@@ -54,6 +57,12 @@ class Cluster:
     """Some gave way, and their slots are being freed."""
     now: float = 0.0
     """On the clock of `Demand.since`."""
+    devices: Collection[str] = ()
+    """GPUs of servers that exist."""
+    coming: Collection[str] = ()
+    """Those of servers that are being stopped."""
+    lacking: Sequence[Key] = ()
+    """Servers to be kept ready that are not there."""
 
 
 @dataclass(slots=True)
@@ -94,7 +103,15 @@ def make_plan(
     new_server_id: Callable[[], str],
 ) -> Plan:
     """Place what fits. The servers are changed: they belong to the plan."""
-    floor = Floor(servers, cluster.limits, cluster.running, new_server_id, cluster.leaving)
+    floor = Floor(
+        servers,
+        cluster.limits,
+        cluster.running,
+        new_server_id,
+        cluster.leaving,
+        Pool(cluster.limits.nodes, cluster.devices),
+        cluster.coming,
+    )
     planning = _Planning(floor, cluster)
     queue: list[Demand] = []
     for demand in demands:
@@ -103,6 +120,7 @@ def make_plan(
         else:
             planning.restore(demand)
     planning.walk(queue)
+    planning.warm_up()
     plan = planning.plan
     plan.launches, plan.evictions = floor.launched, floor.evicted
     return plan
@@ -118,6 +136,7 @@ class _Planning:
         self._cluster = cluster
         self._started: list[Tenure] = []
         self._failed: dict[tuple[Hashable, ...], str] = {}
+        self._shortages: list[Shortage] = []
 
     def restore(self, demand: Demand) -> None:
         """Give a job back what it lost."""
@@ -146,6 +165,11 @@ class _Planning:
         self.plan.queue = waiting + order.rest()
         self.plan.shares = order.now()
         self.plan.reason_of = self._reason_of
+
+    def warm_up(self) -> None:
+        """Start servers that are to be ready before they are needed, once everyone who waits was looked at."""
+        if self._may_grant():
+            warm_up(self._floor, self._cluster.lacking, self._shortages)
 
     def _reason_of(self, demand: Demand) -> str:
         shares = self.plan.shares
@@ -200,7 +224,8 @@ class _Planning:
     def _place(self, demand: Demand) -> tuple[Placement, ...] | Shortage:
         placed = self._floor.place(demand)
         if isinstance(placed, Shortage):
-            self._floor.make_room(demand, placed)
+            self._shortages.append(placed)
+            make_room(self._floor, demand, placed)
         return placed
 
     def _reserve(self, demand: Demand) -> None:

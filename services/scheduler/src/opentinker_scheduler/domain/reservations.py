@@ -95,15 +95,20 @@ def _keep(found: Reservation, floor: Floor, outlook: Outlook, ended: frozenset[s
         if number := taken.get(one.server_id, 0):
             spare = len(one.without(ended).free) - number
             one.hold = Hold(job_id, found.lends_s, 0 if one.server_id in exclusive else spare)
-    if not later.engines:
+    if not later.launched:
         return
-    for engine in later.engines:
-        floor.keep(engine, Hold(job_id, found.lends_s, 0))
-    missing = sum(floor.running.values()) + len(later.engines) - floor.limits.max_servers
+    for new in later.launched:
+        floor.keep(new, Hold(job_id, found.lends_s, 0))
+    engines = [new.options.engine for new in later.launched]
+    missing = sum(floor.running.values()) + len(engines) - floor.limits.max_servers
     for engine, limit in floor.limits.max_engine_servers.items():
-        over = floor.running.get(engine, 0) + later.engines.count(engine) - limit
+        over = floor.running.get(engine, 0) + engines.count(engine) - limit
         missing = max(missing, over)
-    # Of what can make room, as much as is needed is left to run empty.
-    stopped = sorted(later.stopped, key=lambda one: one.options.engine not in later.engines)
-    for one in stopped[: max(0, missing)]:
-        one.hold = Hold(job_id, found.lends_s, 0)
+    # Of what can make room, as much as is needed is left to run empty: whoever has the GPUs, then any.
+    gpus = frozenset(device for new in later.launched for device in new.devices)
+    stopped = sorted(
+        later.stopped, key=lambda one: (gpus.isdisjoint(one.devices), one.options.engine not in engines)
+    )
+    for number, one in enumerate(stopped):
+        if number < missing or not gpus.isdisjoint(one.devices):
+            one.hold = Hold(job_id, found.lends_s, 0)

@@ -151,6 +151,7 @@ def read_options(options: job_pb2.ServerOptions) -> ServerOptions:
         max_lora_rank=options.max_lora_rank,
         context_tokens=options.context_tokens,
         ranks=options.ranks,
+        accelerator=options.accelerator,
     )
 
 
@@ -163,6 +164,7 @@ def write_options(options: ServerOptions, *, exclusive: bool = False) -> job_pb2
         context_tokens=options.context_tokens,
         exclusive=exclusive,
         ranks=options.ranks,
+        accelerator=options.accelerator,
     )
 
 
@@ -246,6 +248,7 @@ def write_server(
         pid=server.pid if details else 0,
         log_path=server.log_path if details else "",
         launcher=server.launcher,
+        devices=server.devices if details else (),
     )
     if expires is not None:
         result.expire_time.FromDatetime(expires)

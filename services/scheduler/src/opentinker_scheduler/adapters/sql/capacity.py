@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from opentinker_scheduler.adapters.sql.live import LiveRows
@@ -14,6 +14,7 @@ from opentinker_scheduler.adapters.sql.tables import (
     NOT_ENDED,
     assignments,
     columns,
+    device_owners,
     jobs,
     serial,
     servers,
@@ -33,7 +34,7 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
-from opentinker_scheduler.ports import SlotTaken
+from opentinker_scheduler.ports import DeviceTaken, SlotTaken
 
 _LIVE_JOBS = [state for state in JobState if not state.final]
 _LIVE_SERVERS = [state for state in ServerState if not state.ended]
@@ -150,6 +151,12 @@ class SqlServers:
     def add(self, server: Server) -> Server:
         result = self._connection.execute(insert(servers).values(_server_values(server)))
         server = replace(server, seq=serial(result))
+        if server.devices and not server.state.ended:
+            owners = [{"device": device, "server_id": server.id} for device in server.devices]
+            try:
+                self._connection.execute(insert(device_owners), owners)
+            except IntegrityError as error:
+                raise DeviceTaken(f"{', '.join(server.devices)} for server {server.id}") from error
         self._live.put(server)
         return server
 
@@ -168,6 +175,9 @@ class SqlServers:
         change = update(servers).where(servers.c.id == server.id).values(_server_values(server))
         if self._connection.execute(change).rowcount != 1:
             raise KeyError(server.id)
+        if server.devices and server.state.ended:
+            owned = device_owners.c.server_id == server.id
+            self._connection.execute(delete(device_owners).where(owned))
         self._live.put(server)
 
     def live(self) -> Sequence[Server]:
@@ -264,6 +274,7 @@ def _server_values(server: Server) -> dict[str, Any]:
     values = {name: getattr(server, name) for name in columns(servers)}
     values["options"] = asdict(server.options)
     values["reported"] = asdict(server.reported)
+    values["devices"] = list(server.devices)
     return values
 
 
@@ -273,6 +284,7 @@ def _server(row: Row[Any]) -> Server:
     values["state"] = ServerState(row.state)
     values["options"] = ServerOptions(**row.options)
     values["reported"] = ServerOptions(**row.reported)
+    values["devices"] = tuple(row.devices)
     return Server(**values)
 
 

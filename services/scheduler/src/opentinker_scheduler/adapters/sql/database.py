@@ -64,7 +64,7 @@ OnCommit = Callable[[Committed], None]
 
 _NOBODY = Replica()
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0008"
+HEAD = "0009"
 """The newest revision."""
 
 

@@ -1,7 +1,8 @@
 """The tables. A test keeps them equal to what the migrations make.
 
 Rules that must hold whatever the code does are constraints here: a slot has at most one owner (`one_owner`),
-a place in a job is filled once (`one_slot`), a version number is used once (its primary key).
+a place in a job is filled once (`one_slot`), a GPU has at most one owner and a version number is used once
+(their primary keys).
 """
 
 from datetime import UTC, datetime, timedelta
@@ -138,10 +139,20 @@ servers = Table(
     Column("end_time", UtcTime),
     Column("end_reason", Text, nullable=False),
     Column("exit_code", Integer),
+    Column("devices", JSON, nullable=False, server_default="[]"),
     sqlite_autoincrement=True,
 )
 Index("ix_servers_state", servers.c.state)
 Index("ix_servers_instance", servers.c.instance_id)
+
+# Of servers that have not ended.
+device_owners = Table(
+    "device_owners",
+    metadata,
+    Column("device", Text, primary_key=True),
+    Column("server_id", String(63), nullable=False),
+)
+Index("ix_device_owners_server", device_owners.c.server_id)
 
 assignments = Table(
     "assignments",
