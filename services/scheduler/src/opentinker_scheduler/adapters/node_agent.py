@@ -6,6 +6,7 @@ distribution of the server that they run, and nothing of the scheduler; hence on
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ LOG, SETTINGS, READY, LOCK = "server.log", "settings.json", "ready.json", "lock"
 KEPT_FOLDERS = 16
 TAIL_BYTES = 65_536
 _READY_S = 60.0
+_PR_SET_PDEATHSIG = 1
 _KILL_WAIT_S = 5.0
 
 
@@ -41,7 +43,7 @@ class NodeAgent:
         """Start the process, or say again what was started; {"pid", "pid_start", "log_path", "address"}.
 
         `order` has "cluster" and "name", which make the folder; "argv"; "files", text by name (0600);
-        "settings", written as JSON where there are any; "drop", variables that the process must not see. In
+        "settings", written as JSON unless None; "drop", variables that the process must not see. In
         argv and settings `{folder}`, `{address}`, `{python}` and `{lifeline}` are filled in. RuntimeError.
         """
         if self._process is None:
@@ -119,7 +121,7 @@ class NodeAgent:
             "python": sys.executable,
             "lifeline": str(read_end),
         }
-        if order["settings"]:
+        if order["settings"] is not None:
             settings = _filled(order["settings"], known)
             # A number, which text cannot be filled in for.
             settings["lifeline_fd"] = read_end
@@ -141,6 +143,7 @@ class NodeAgent:
                     stderr=output,
                     start_new_session=True,
                     pass_fds=[read_end],
+                    preexec_fn=_die_with_agent,
                 )
         except OSError as error:
             raise RuntimeError(f"it cannot be started: {error}") from error
@@ -196,6 +199,11 @@ def _is_held(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def _die_with_agent() -> None:
+    """Have the kernel end the process with the thread of this actor (Linux), lifeline or not."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ Bundle = Mapping[str, float]
 """Ray resources of one rank, as in {"CPU": 1, "GPU": 1}."""
 
 _ACCELERATOR = "accelerator_type:"
+_STOP_S = 3.0
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class RayCluster:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._nodes: tuple[Node, ...] = ()
         self._agent: Any = None
+        self._closed = False
 
     async def connect(self) -> None:
         """Connect. RayLost if the cluster does not answer."""
@@ -105,8 +107,12 @@ class RayCluster:
 
             ray.shutdown()
 
+        if self._closed:
+            return
+        self._closed = True
+        # Waited for: who connects next in this process must not be cut off.
         self._thread.submit(leave)
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown()
 
     async def _do(self, work: Callable[[], T]) -> T:
         """Run something that blocks. RayLost if Ray does not do it."""
@@ -205,12 +211,16 @@ class RayCluster:
     def _remove(self, name: str) -> None:
         import ray
 
-        for one in ray.util.list_named_actors(all_namespaces=True):
-            if one["namespace"] == self.namespace and one["name"].rpartition(".")[0] == name:
-                try:
-                    ray.kill(ray.get_actor(one["name"], namespace=self.namespace))
-                except ValueError:
-                    log.info("an actor was gone already", actor=one["name"])
+        actors = [
+            ray.get_actor(one["name"], namespace=self.namespace)
+            for one in ray.util.list_named_actors(all_namespaces=True)
+            if one["namespace"] == self.namespace and one["name"].rpartition(".")[0] == name
+        ]
+        # Those that answer end what their process started, too.
+        if actors:
+            ray.wait([actor.stop.remote(0.0) for actor in actors], num_returns=len(actors), timeout=_STOP_S)
+        for actor in actors:
+            ray.kill(actor)
         if name in self._groups():
             ray.util.remove_placement_group(self._group(name))
 

@@ -210,20 +210,20 @@ class RayLauncher:
         argv = [self._python, "-P", "-m", f"{self._recipe.modules[server.role]}.rank_host"]
         argv += [part for option in options.items() for part in option]
         await _within(
-            agent.call("start", self._order(f"{server.id}-{rank}", argv, {_KEY: key}, {})), _ANSWER_S
+            agent.call("start", self._order(f"{server.id}-{rank}", argv, {_KEY: key}, None)), _ANSWER_S
         )
         return str((await _within(agent.call("ready"), 4 * _ANSWER_S))["address"])
 
     def _order(
-        self, name: str, argv: Sequence[str], files: Mapping[str, str], settings: Mapping[str, Any]
+        self, name: str, argv: Sequence[str], files: Mapping[str, str], settings: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         return {
             "cluster": self._cluster.namespace,
             "name": name,
             "argv": list(argv),
             "files": dict(files),
-            "settings": dict(settings),
-            "drop": sorted(environment_names(settings)),
+            "settings": None if settings is None else dict(settings),
+            "drop": sorted(environment_names(settings or ())),
         }
 
     @property

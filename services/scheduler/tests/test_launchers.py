@@ -1,0 +1,193 @@
+"""What every launcher promises: `process` and `ray`, and `static`, which starts nothing."""
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+from services.scheduler.tests.ray_nodes import RayNodes, ray_nodes
+
+from opentinker_kit.testing import wait_until
+from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher
+from opentinker_scheduler.adapters.ray_cluster import RayCluster
+from opentinker_scheduler.adapters.ray_launcher import RayLauncher, RayRecipe
+from opentinker_scheduler.domain.model import Role, Server, ServerOptions, ServerState
+from opentinker_scheduler.ports import Launcher, OnExit
+
+MODULES = {"trainer": "small_program"}
+
+
+class Watch:
+    """A launcher and what it said about exits."""
+
+    def __init__(self, make: Callable[[OnExit], Launcher]) -> None:
+        self.exits: list[tuple[str, int | None]] = []
+        self.launcher = make(lambda *exit: self.exits.append(exit))
+
+
+Make = Callable[..., Watch]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with ray_nodes((4, 0), (4, 0)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["process", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.timeout(180)])])
+async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
+    """Makes launchers of one cluster, one after the other."""
+    made: list[Watch] = []
+    cluster = secrets.token_hex(4)
+
+    def process(settings: dict[str, int]) -> Watch:
+        recipe = Recipe(tmp_path / "servers", sys.executable, MODULES, lambda server, path: settings)
+        return Watch(lambda on_exit: ProcessLauncher(recipe, on_exit))
+
+    def ray(settings: dict[str, int]) -> Watch:
+        address = request.getfixturevalue("nodes").address
+        recipe = RayRecipe(
+            directory=tmp_path / "servers",
+            python="",
+            modules=MODULES,
+            told=lambda server: (settings, {}),
+            bundle_for=lambda server: {"CPU": 1.0},
+            new_key=lambda: "key",
+        )
+        return Watch(lambda on_exit: RayLauncher(recipe, RayCluster(address, lambda: cluster), on_exit))
+
+    def new(**settings: int) -> Watch:
+        made.append({"process": process, "ray": ray}[request.param](settings))
+        return made[-1]
+
+    yield new
+    last = new()
+    for watch in made[:-1]:
+        watch.launcher.close()
+    await last.launcher.adopt([])
+    last.launcher.close()
+
+
+def server(name: str = "s1") -> Server:
+    now = datetime.now(UTC)
+    return Server(name, Role.TRAINER, "m", ServerOptions(), ServerState.LAUNCHING, 1, "process", now)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def child_in(log: Path) -> int:
+    await wait_until(lambda: log.exists() and log.read_text().strip().isdigit(), 20, what="the child runs")
+    return int(log.read_text())
+
+
+async def test_started_once_and_stopped_with_what_it_started(make: Make) -> None:
+    watch = make()
+    assert await watch.launcher.adopt([]) == {}
+    first = await watch.launcher.start(server())
+    assert await watch.launcher.start(server()) == first
+    assert list(watch.launcher.watched()) == ["s1"]
+    child = await child_in(first.log_path)
+    await watch.launcher.stop("s1", 5.0)
+    await wait_until(lambda: not alive(child) and not alive(first.pid))
+    await wait_until(lambda: watch.exits == [("s1", -signal.SIGTERM)])
+    assert watch.launcher.watched() == ()
+    await watch.launcher.stop("s1", 5.0)
+    # Its name is free again.
+    again = await watch.launcher.start(server())
+    assert again.pid != first.pid
+    await watch.launcher.stop("s1", 0.0)
+
+
+async def test_exit_code_and_log_come_back(make: Make) -> None:
+    watch = make(exit=3)
+    await watch.launcher.adopt([])
+    await watch.launcher.start(server())
+    await wait_until(lambda: watch.exits == [("s1", 3)], 30, what="the end is told")
+    assert watch.launcher.log_tail("s1") == "something broke"
+    assert watch.launcher.watched() == ()
+
+
+async def test_a_killed_server_is_told_and_leaves_nothing(make: Make) -> None:
+    watch = make()
+    await watch.launcher.adopt([])
+    started = await watch.launcher.start(server())
+    child = await child_in(started.log_path)
+    os.kill(started.pid, signal.SIGKILL)
+    await wait_until(lambda: watch.exits == [("s1", -signal.SIGKILL)], 20, what="the end is told")
+    await wait_until(lambda: not alive(child), what="its child ends")
+
+
+async def test_a_successor_takes_over_what_is_on_record_and_ends_the_rest(make: Make) -> None:
+    first = make()
+    await first.launcher.adopt([])
+    known, unknown = [await first.launcher.start(server(name)) for name in ("s1", "s2")]
+    children = [await child_in(one.log_path) for one in (known, unknown)]
+    first.launcher.close()
+    second = make()
+    adopted = await second.launcher.adopt([known.recorded(server())])
+    assert {name: started.pid for name, started in adopted.items()} == {"s1": known.pid}
+    assert list(second.launcher.watched()) == ["s1"]
+    await wait_until(lambda: not alive(unknown.pid) and not alive(children[1]), 20, what="s2 is ended")
+    assert alive(known.pid)
+    os.kill(known.pid, signal.SIGKILL)
+    # Who did not start a process may not know how it ended.
+    await wait_until(lambda: second.exits in ([("s1", None)], [("s1", -9)]), 20, what="the end is told")
+    await wait_until(lambda: not alive(children[0]))
+
+
+async def test_a_successor_without_a_server_on_record_says_nothing_of_it(make: Make) -> None:
+    watch = make()
+    now = datetime.now(UTC)
+    gone = Server("s9", Role.TRAINER, "m", ServerOptions(), ServerState.READY, 1, "process", now, pid=1 << 22)
+    assert await watch.launcher.adopt([gone]) == {}
+    assert watch.launcher.watched() == ()
+
+
+@pytest.mark.slow
+async def test_where_there_is_no_room_a_start_waits_and_can_be_given_up(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    recipe = RayRecipe(
+        directory=tmp_path,
+        python="",
+        modules=MODULES,
+        told=lambda server: ({}, {}),
+        bundle_for=lambda server: {"CPU": 64.0, "GPU": 2.0},
+        new_key=lambda: "key",
+        adds_nodes="KubeRay group h100",
+    )
+    cluster = RayCluster(nodes.address, lambda: "roomy")
+    launcher = RayLauncher(recipe, cluster, lambda *exit: None)
+    await launcher.adopt([])
+    starting = asyncio.create_task(launcher.start(server()))
+    text = "waiting for the Ray cluster to have 64 CPU, 2 GPU free; KubeRay group h100 was asked for nodes"
+    await wait_until(lambda: launcher.waits() == {"s1": text}, 20, what="it waits")
+    assert list(await cluster.groups()) == ["s1"]
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert await cluster.groups() == []
+    assert launcher.waits() == {}
+    launcher.close()
+
+
+async def test_static_starts_nothing_and_says_so() -> None:
+    launcher: Launcher = StaticLauncher()
+    assert (launcher.name, launcher.can_launch) == ("static", False)
+    with pytest.raises(OSError, match="starts no servers"):
+        await launcher.start(server())
+    assert await launcher.adopt([server()]) == {}
+    await launcher.stop("s1", 0.0)
+    assert (launcher.watched(), launcher.waits(), launcher.log_tail("s1")) == ((), {}, "")
+    launcher.close()
