@@ -62,7 +62,7 @@ class Rig:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.scheduler.server.port}"
+        return self.scheduler.server.address
 
     def channel(self, key: str = "bootstrap") -> grpc.aio.Channel:
         channel = open_channel(self.address, key=read_secret(self.folder / f"{key}.key"))

@@ -10,10 +10,10 @@ from pathlib import Path
 def main() -> None:
     settings = json.loads(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
     if "exit" in settings:
-        print("something broke", flush=True)
+        sys.stderr.write("something broke\n")
         sys.exit(settings["exit"])
     child = subprocess.Popen(["sleep", "600"])
-    print(child.pid, flush=True)
+    sys.stderr.write(f"{child.pid}\n")
     time.sleep(600)
 
 
