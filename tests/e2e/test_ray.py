@@ -18,6 +18,7 @@ from services.scheduler.tests.ray_nodes import RayNodes, ray_nodes
 
 import opentinker as ot
 from opentinker.connection.accounts import Accounts
+from opentinker.environments.builtin import GuessNumber
 from opentinker_kit.files import make_key_file, write_json
 from opentinker_kit.processes import Nats, Program, Weed, free_port, stop, wait_for_answer
 
@@ -120,7 +121,7 @@ def fit(
     steps: int = 2,
 ) -> ot.FitResult:
     return ot.fit(
-        env="guess_number",
+        env=GuessNumber,
         env_options={"low": 0, "high": 4},
         model=model.name,
         tuning=ot.LoRA(rank=4),
@@ -183,7 +184,7 @@ def test_ranks_on_two_nodes_survive_the_loss_of_one(
     # Rank 0 and the other one are on different nodes, the front beside rank 0.
     (other,) = ranks_from_one_on()
     assert other.pid not in killed
-    fronts = [s for s in stack.admin.servers().result() if s.role == "trainer" and s.options.ranks == 2]
+    fronts = [server for server in stack.admin.servers().result() if server.options.ranks == 2]
     places = {stack.nodes.nodes.index(stack.nodes.node_of(pid)) for pid in (other.pid, fronts[0].pid)}
     assert len(places) == 2
 

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from services.scheduler.tests.ray_nodes import RayNodes, ray_nodes
 from services.scheduler.tests.test_restart import Program
 
 from opentinker_kit.testing import wait_until
+from opentinkerapi.runtime.errors import from_rpc_error
+from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
 
@@ -87,9 +90,10 @@ async def test_servers_run_on_the_nodes_with_gpus_of_their_own(
     assert await groups(rig) == sorted(server.name.removeprefix("servers/") for server in servers)
     # There are four GPUs, and that is what is offered.
     too_much = [make_slot(TRAINER), make_slot(INFERENCE, count=4)]
-    with pytest.raises(Exception, match="GPU") as caught:
+    with pytest.raises(grpc.RpcError) as caught:
         await rig.create_job(*too_much)
-    assert "CANNOT_BE_SATISFIED" in str(caught.value) or "RESOURCE" in str(caught.value)
+    assert from_rpc_error(caught.value).reason == Reason.CANNOT_BE_SATISFIED
+    assert "engine_gpus[noop]=1" in str(caught.value)
 
 
 async def test_a_restarted_scheduler_goes_on_with_what_runs(

@@ -153,7 +153,8 @@ class RayCluster:
             if node["Alive"]:
                 resources: Mapping[str, float] = node["Resources"]
                 kinds = [key.removeprefix(_ACCELERATOR) for key in resources if key.startswith(_ACCELERATOR)]
-                found.append(Node(node["NodeID"], int(resources.get("GPU", 0)), kinds[0] if kinds else ""))
+                name = f"{node['NodeManagerAddress']}-{node['NodeID'][:8]}"
+                found.append(Node(name, int(resources.get("GPU", 0)), kinds[0] if kinds else ""))
         return tuple(found)
 
     def _make_group(self, name: str, bundles: Sequence[Bundle]) -> None:
