@@ -23,6 +23,7 @@ from opentinker_scheduler.access import access_table
 from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.ports import Started
 from opentinker_scheduler.settings import SchedulerSettings, TenantSettings
 
@@ -40,6 +41,9 @@ class SayingLauncher:
 
     def __init__(self) -> None:
         self._started: dict[str, Started] = {}
+
+    def nodes(self) -> Sequence[Node]:
+        return ()
 
     async def start(self, server: Server) -> Started:
         if server.id not in self._started:

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -47,8 +48,12 @@ from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.usage import Usage
+from opentinker_scheduler.application.warm import WarmServers
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.dependencies import look_at_dependencies
+from opentinker_scheduler.domain import admission
+from opentinker_scheduler.domain.floor import Key
+from opentinker_scheduler.domain.model import Role, SlotSpec
 from opentinker_scheduler.launch_settings import server_settings
 from opentinker_scheduler.leadership import Leadership
 from opentinker_scheduler.ports import Database, Launcher, ModelSource, Transaction
@@ -126,12 +131,13 @@ class Scheduler:
         self._usage = Usage(self.database, self._clock)
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
         self.launcher = launcher or self._launcher()
+        self._placing = Placing(_terms(settings, self.launcher))
         self.reconciler = Reconciler(
             self.database,
             self.launcher,
             self._leases,
             self._sessions,
-            Placing(_terms(settings, self.launcher)),
+            self._placing,
             _timing(settings),
             self._clock,
         )
@@ -167,6 +173,7 @@ class Scheduler:
             return port
         self._cluster.name = self.database.cluster
         self._leases.begin()
+        self._placing.warm = WarmServers(await self._warm_servers())
         await self.reconciler.adopt()
         loop = asyncio.get_running_loop()
         for name, work in (
@@ -183,6 +190,24 @@ class Scheduler:
             self._tasks.append(loop.create_task(work, name=name))
         await self.server.set_serving(True)
         return port
+
+    async def _warm_servers(self) -> Mapping[Key, int]:
+        """Servers to be kept ready, as a job that asks for them would have them."""
+        offer = self._offer.on(self.launcher.nodes())
+        wanted: dict[Key, int] = {}
+        specs: list[SlotSpec] = []
+        for index, one in enumerate(self._settings.warm_servers):
+            spec, field = one.spec(), f"warm_servers[{index}]"
+            admission.check_slot(spec, field)
+            model = await self._models.resolve(spec.base_model, f"{field}.base_model")
+            spec = admission.complete(spec, model, offer, field)
+            key = (spec.role, spec.base_model, spec.options)
+            wanted[key] = wanted.get(key, 0) + one.count
+            # Replicas are on servers of their own, trainer slots fill them.
+            each = 1 if spec.role is Role.INFERENCE else offer.limits.slots_of(spec.role, spec.options)
+            specs.append(replace(spec, count=one.count * each))
+        admission.check_capacity(specs, offer.limits, who="warm_servers", field="warm_servers")
+        return wanted
 
     async def run(self) -> None:
         """Serve until told to stop; raises what made it stop by itself."""

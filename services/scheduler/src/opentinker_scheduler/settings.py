@@ -16,7 +16,7 @@ from opentinker_scheduler.adapters.sql.engines import LEASE_S, Location, Postgre
 from opentinker_scheduler.domain.admission import Offer
 from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.jobs import CrashBudget
-from opentinker_scheduler.domain.model import ENGINES, Role
+from opentinker_scheduler.domain.model import ENGINES, Role, ServerOptions, SlotSpec
 from opentinker_scheduler.domain.shares import Rules, Tenants
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -75,6 +75,36 @@ class TenantSettings(BaseModel):
         return Rules(**self.model_dump())
 
 
+class WarmOptions(BaseModel):
+    """`ServerOptions` of servers that are kept ready; unset ones are filled in as a job's are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: str = ""
+    dtype: str = ""
+    serving_mode: str = ""
+    max_lora_rank: int = 0
+    context_tokens: int = 0
+    ranks: int = 0
+    accelerator: str = ""
+
+
+class WarmSettings(BaseModel):
+    """Servers that are kept ready."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Role
+    base_model: str
+    options: WarmOptions = WarmOptions()
+    count: int = Field(default=1, ge=1, le=1024)
+    """How many of them there are at least."""
+
+    def spec(self) -> SlotSpec:
+        """A slot that they are for."""
+        return SlotSpec(self.role, self.base_model, options=ServerOptions(**self.options.model_dump()))
+
+
 class SchedulerSettings(ServerSettings):
     """OpenTinker scheduler: leases capacity to jobs, starts servers, keeps the records."""
 
@@ -130,6 +160,9 @@ class SchedulerSettings(ServerSettings):
     that are found. For the launcher `process`."""
     accelerator: str = ""
     """Type of the GPUs of this host, as in "H100", for jobs that ask for one. For the launcher `process`."""
+    warm_servers: list[WarmSettings] = Field(default_factory=list)
+    """Servers that are started before a job needs them, and are not stopped for want of work. Where a waiting
+    job needs their room they make it, and are started again once there is some."""
     default_tenant: TenantSettings = Field(default_factory=TenantSettings)
     """What a project may have that is not in `tenants`."""
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
@@ -208,6 +241,8 @@ class SchedulerSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _gpus_that_can_be_given(self) -> Self:
+        if self.warm_servers and self.launcher == "static":
+            raise ValueError("warm_servers are started by a launcher; with launcher static nobody starts any")
         named = [name for name in ("gpus", "accelerator") if getattr(self, name)]
         if named and self.launcher != "process":
             raise ValueError(

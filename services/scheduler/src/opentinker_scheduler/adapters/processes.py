@@ -106,7 +106,9 @@ class ProcessLauncher:
     async def _until_free(self, server: Server) -> None:
         """Wait until no process has the server's GPUs: those of one that was given up may still be ending."""
         for _ in range(round(_KILL_WAIT_S / _LOOK_S)):
-            others = [i for i, has in self._devices.items() if i != server.id and not has.isdisjoint(server.devices)]
+            others = [
+                i for i, has in self._devices.items() if i != server.id and not has.isdisjoint(server.devices)
+            ]
             if not others:
                 return
             await asyncio.sleep(_LOOK_S)

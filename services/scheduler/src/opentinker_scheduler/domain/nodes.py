@@ -1,8 +1,8 @@
 """The GPUs of the nodes, and which of them a new server gets.
 
-The GPUs of a rank are on one node. The ranks of a server are together on one node where they fit, else on as
-few as possible, all of one accelerator. Of the nodes that have enough the one with the least room is taken, so
-that large holes stay.
+The GPUs of a rank are on one node. The ranks of a server are together on one node where they fit, else on
+as few as possible, all of one accelerator. Of the nodes that have enough the one with the least room is
+taken, so that large holes stay.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -167,7 +167,7 @@ class _Planning:
         self.plan.reason_of = self._reason_of
 
     def warm_up(self) -> None:
-        """Start servers that are to be ready before they are needed, once everyone who waits was looked at."""
+        """Start servers that are to be kept ready, if all who wait were looked at."""
         if self._may_grant():
             warm_up(self._floor, self._cluster.lacking, self._shortages)
 
