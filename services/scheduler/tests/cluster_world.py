@@ -28,7 +28,7 @@ from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.bootstrap import SqlOutboxSource
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.admission import Model, Offer
-from opentinker_scheduler.domain.floor import Limits
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Assignment, AssignmentState, Role, Server
 from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.shares import Tenants

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Need
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Role, ServerOptions
 from opentinker_scheduler.domain.nodes import Node, node_of
 from opentinker_scheduler.domain.planner import Cluster, Plan, make_plan
@@ -90,7 +91,7 @@ def test_who_waits_for_gpus_is_told_which() -> None:
         "k": "waiting for 1 trainer slot of m on torch: 1 GPU of type H100 is free on no node; 1 job ahead",
     }
     made = plan([Demand("j", (trainer(ranks=4),))], servers)
-    assert told(made)["j"].endswith("1 GPU for each of 4 ranks are free nowhere")
+    assert told(made)["j"].endswith("1 GPU for each of 4 ranks are not free")
 
 
 def test_a_type_is_kept_to() -> None:
@@ -154,6 +155,10 @@ def test_gpus_are_kept_for_a_job_that_waits_for_more() -> None:
     assert [grant.job_id for grant in made.grants] == ["short"]
     assert "slots are kept for it, enough within 1 min" in told(made)["large"]
     assert "kept for a job that waits for more" in told(made)["small"]
+    # No server without GPUs stops for them.
+    other = Capacity("cpu", Role.TRAINER, "old", NOOP, free=[0])
+    made = plan([large, small], [*servers, other], (Node("a", 2),), tenures=ends, reserve_after_s=0.0)
+    assert made.evictions == []
     # Once the old job has ended its server makes room, and the job gets both.
     made = plan([large, small], [idle("s", "a/0")], (Node("a", 2),), reserve_after_s=0.0)
     assert made.evictions == ["s"]

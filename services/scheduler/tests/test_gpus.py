@@ -79,7 +79,7 @@ async def test_each_process_sees_gpus_of_its_own_and_they_come_back(start_rig: A
     for server in servers:
         assert visible(rig, server) == ids(server)
     late = await rig.create_job(make_slot(ranks=3))
-    await says(rig, late, "1 GPU for each of 3 ranks are free nowhere")
+    await says(rig, late, "1 GPU for each of 3 ranks are not free")
     # Idle servers make room; who works goes on.
     await cancel(rig, jobs[0])
     await asyncio.sleep(0.3)
@@ -276,7 +276,9 @@ def test_settings_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
     for more, words in (
         ({"gpus": ["0"], "launcher": "static"}, "gpus is for the launcher process"),
         ({"accelerator": "H100", "launcher": "static"}, "accelerator is for the launcher process"),
+        ({"gpus": [], "launcher": "static"}, "gpus is for the launcher process"),
         ({"gpus": ["0"]}, "engine_gpus gives no engine"),
+        ({"engine_gpus": {"vlm": 1}}, "engine_gpus names 'vlm'"),
         ({"gpus": ["0", "0"], "engine_gpus": {"torch": 1}}, "each of them once"),
         ({"engine_gpus": {"torch": -1}}, "greater than or equal to 0"),
         ({"warm_servers": [WARM], "launcher": "static"}, "warm_servers"),

@@ -29,7 +29,7 @@ from opentinker_scheduler.application.changes import add_job, end_assignment, sa
 from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.settle import Ending, Observed, settle
 from opentinker_scheduler.domain import jobs as rules
-from opentinker_scheduler.domain.floor import Limits
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,12 +47,9 @@ from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.usage import Usage
-from opentinker_scheduler.application.warm import WarmServers
+from opentinker_scheduler.application.warm import warm_servers
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.dependencies import look_at_dependencies
-from opentinker_scheduler.domain import admission
-from opentinker_scheduler.domain.floor import Key
-from opentinker_scheduler.domain.model import Role, SlotSpec
 from opentinker_scheduler.launch_settings import server_settings
 from opentinker_scheduler.leadership import Leadership
 from opentinker_scheduler.ports import Database, Launcher, ModelSource, Transaction
@@ -168,12 +164,13 @@ class Scheduler:
 
         While another scheduler leads the database it stands by: NOT_SERVING, and every call is told who does.
         """
+        warm = [(one.spec(), one.count) for one in self._settings.warm_servers]
+        self._placing.warm = await warm_servers(warm, self._offer.on(self.launcher.nodes()), self._models)
         port = await self.server.start(install_signals=install_signals)
         if not await self._take_the_lead():
             return port
         self._cluster.name = self.database.cluster
         self._leases.begin()
-        self._placing.warm = WarmServers(await self._warm_servers())
         await self.reconciler.adopt()
         loop = asyncio.get_running_loop()
         for name, work in (
@@ -190,24 +187,6 @@ class Scheduler:
             self._tasks.append(loop.create_task(work, name=name))
         await self.server.set_serving(True)
         return port
-
-    async def _warm_servers(self) -> Mapping[Key, int]:
-        """Servers to be kept ready, as a job that asks for them would have them."""
-        offer = self._offer.on(self.launcher.nodes())
-        wanted: dict[Key, int] = {}
-        specs: list[SlotSpec] = []
-        for index, one in enumerate(self._settings.warm_servers):
-            spec, field = one.spec(), f"warm_servers[{index}]"
-            admission.check_slot(spec, field)
-            model = await self._models.resolve(spec.base_model, f"{field}.base_model")
-            spec = admission.complete(spec, model, offer, field)
-            key = (spec.role, spec.base_model, spec.options)
-            wanted[key] = wanted.get(key, 0) + one.count
-            # Replicas are on servers of their own, trainer slots fill them.
-            each = 1 if spec.role is Role.INFERENCE else offer.limits.slots_of(spec.role, spec.options)
-            specs.append(replace(spec, count=one.count * each))
-        admission.check_capacity(specs, offer.limits, who="warm_servers", field="warm_servers")
-        return wanted
 
     async def run(self) -> None:
         """Serve until told to stop; raises what made it stop by itself."""

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.adapters.sql.engines import LEASE_S, Location, Postgres
 from opentinker_scheduler.domain.admission import Offer
-from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.jobs import CrashBudget
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import ENGINES, Role, ServerOptions, SlotSpec
 from opentinker_scheduler.domain.shares import Rules, Tenants
 
@@ -243,12 +243,15 @@ class SchedulerSettings(ServerSettings):
     def _gpus_that_can_be_given(self) -> Self:
         if self.warm_servers and self.launcher == "static":
             raise ValueError("warm_servers are started by a launcher; with launcher static nobody starts any")
-        named = [name for name in ("gpus", "accelerator") if getattr(self, name)]
+        named = [name for name in ("gpus", "accelerator") if getattr(self, name) not in (None, "")]
         if named and self.launcher != "process":
             raise ValueError(
                 f"{named[0]} is for the launcher process; this cluster's is {self.launcher}, which knows "
                 "the GPUs of its nodes itself"
             )
+        known = {engine for engines in ENGINES.values() for engine in engines}
+        if unknown := sorted(self.engine_gpus.keys() - known):
+            raise ValueError(f"engine_gpus names {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
         if self.gpus and not any(self.engine_gpus.values()):
             raise ValueError("gpus names GPUs, but engine_gpus gives no engine any of them")
         if self.gpus is not None and (len(set(self.gpus)) < len(self.gpus) or "" in self.gpus):

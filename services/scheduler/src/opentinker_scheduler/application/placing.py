@@ -8,7 +8,8 @@ from itertools import islice
 from opentinker_scheduler.application.changes import day_of, save_job
 from opentinker_scheduler.application.warm import WarmServers, key_of
 from opentinker_scheduler.domain import jobs as rules
-from opentinker_scheduler.domain.floor import Capacity, Demand, Key, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Need
+from opentinker_scheduler.domain.limits import Key, Limits
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,

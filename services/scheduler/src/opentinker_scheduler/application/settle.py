@@ -13,7 +13,7 @@ from opentinker_scheduler.application.changes import answering, end_assignment, 
 from opentinker_scheduler.application.placing import UNSETTLED, Placing, wants
 from opentinker_scheduler.application.warm import key_of
 from opentinker_scheduler.domain import jobs as rules
-from opentinker_scheduler.domain.floor import Key
+from opentinker_scheduler.domain.limits import Key
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,

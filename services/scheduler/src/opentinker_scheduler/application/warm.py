@@ -2,11 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
-from opentinker_scheduler.domain.floor import Key, NewServer
-from opentinker_scheduler.domain.model import Server, ServerState
-from opentinker_scheduler.ports import Transaction
+from opentinker_scheduler.domain import admission
+from opentinker_scheduler.domain.admission import Offer
+from opentinker_scheduler.domain.floor import NewServer
+from opentinker_scheduler.domain.limits import Key
+from opentinker_scheduler.domain.model import Role, Server, ServerState, SlotSpec
+from opentinker_scheduler.ports import ModelSource, Transaction
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
 """A kind whose servers die is waited with, each time twice as long."""
@@ -58,6 +62,27 @@ class WarmServers:
             if server.state is ServerState.READY:
                 self._losses.pop(key_of(server), None)
         self._seen = live
+
+
+async def warm_servers(
+    asked: Sequence[tuple[SlotSpec, int]], offer: Offer, models: ModelSource
+) -> WarmServers:
+    """So many servers for slots of these kinds, as a job that asks for such a slot would have them.
+    ServiceError for what this cluster can never start."""
+    wanted: dict[Key, int] = {}
+    slots: list[SlotSpec] = []
+    for index, (spec, count) in enumerate(asked):
+        field = f"warm_servers[{index}]"
+        admission.check_slot(spec, field)
+        model = await models.resolve(spec.base_model, f"{field}.base_model")
+        spec = admission.complete(spec, model, offer, field)
+        key = (spec.role, spec.base_model, spec.options)
+        wanted[key] = wanted.get(key, 0) + count
+        # Replicas are on servers of their own, trainer slots fill them.
+        each = 1 if spec.role is Role.INFERENCE else offer.limits.slots_of(spec.role, spec.options)
+        slots.append(replace(spec, count=count * each))
+    admission.check_capacity(slots, offer.limits, who="warm_servers", field="warm_servers")
+    return WarmServers(wanted)
 
 
 def key_of(server: Server) -> Key:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from opentinker_kit.errors import ServiceError
-from opentinker_scheduler.domain.floor import Key, Limits
+from opentinker_scheduler.domain.limits import Key, Limits
 from opentinker_scheduler.domain.model import (
     DTYPES,
     ENGINES,

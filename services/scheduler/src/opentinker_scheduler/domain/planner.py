@@ -10,16 +10,8 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opentinker_scheduler.domain.floor import (
-    Capacity,
-    Demand,
-    Floor,
-    Key,
-    Limits,
-    NewServer,
-    Placement,
-    Shortage,
-)
+from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, NewServer, Placement, Shortage
+from opentinker_scheduler.domain.limits import Key, Limits
 from opentinker_scheduler.domain.model import Role
 from opentinker_scheduler.domain.nodes import Pool
 from opentinker_scheduler.domain.preemption import Candidate, displace
