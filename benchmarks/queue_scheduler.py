@@ -42,6 +42,9 @@ class SayingLauncher:
     def __init__(self) -> None:
         self._started: dict[str, Started] = {}
 
+    def nodes(self) -> Sequence[Node]:
+        return ()
+
     async def start(self, server: Server) -> Started:
         if server.id not in self._started:
             self._started[server.id] = Started(os.getpid(), time.time(), Path("none"))

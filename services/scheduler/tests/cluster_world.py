@@ -28,8 +28,9 @@ from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.bootstrap import SqlOutboxSource
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.admission import Model, Offer
-from opentinker_scheduler.domain.floor import Limits
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Assignment, AssignmentState, Role, Server
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.shares import Tenants
 from opentinker_scheduler.ports import Started, Transaction
 from opentinker_scheduler.servicers.jobs import SchedulerServicer
@@ -37,7 +38,14 @@ from opentinkerapi.events.v1 import event_pb2
 
 T = TypeVar("T")
 SLOTS, SERVERS = 2, 3
-LIMITS = Limits(max_servers=SERVERS, trainer_slots=SLOTS, inference_slots=SLOTS, reserve_after_s=5.0)
+NODES = (Node("a", 2), Node("b", 1))
+LIMITS = Limits(
+    max_servers=SERVERS,
+    trainer_slots=SLOTS,
+    inference_slots=SLOTS,
+    reserve_after_s=5.0,
+    engine_gpus={"noop": 1},
+)
 OFFER = Offer(
     limits=LIMITS,
     engines=dict.fromkeys(Role, ("noop",)),
@@ -160,6 +168,9 @@ class Machines:
     @property
     def alive(self) -> list[Process]:
         return sorted((one for one in self.processes.values() if one.alive), key=lambda one: one.instance)
+
+    def nodes(self) -> Sequence[Node]:
+        return NODES
 
     async def start(self, server: Server) -> Started:
         if self.refuses:

@@ -4,7 +4,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Need
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Cost, Role, ServerOptions
 from opentinker_scheduler.domain.planner import Cluster, Grant, Plan, make_plan
 from opentinker_scheduler.domain.reservations import Tenure

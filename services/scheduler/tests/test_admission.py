@@ -6,8 +6,9 @@ import pytest
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.domain.admission import Model, Offer, check_capacity, check_job, complete
-from opentinker_scheduler.domain.floor import Limits
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import JobKind, OnClientLoss, Role, ServerOptions, SlotSpec, Tuning
+from opentinker_scheduler.domain.nodes import Node
 from opentinkerapi.runtime.reasons import Reason
 
 TRAINER, INFERENCE = SlotSpec(Role.TRAINER, "m"), SlotSpec(Role.INFERENCE, "m")
@@ -168,3 +169,54 @@ def test_without_a_launcher_nothing_is_filled_in() -> None:
     offer = replace(OFFER, limits=Limits(can_launch=False))
     assert complete(INFERENCE, Model("m", 0), offer, "f").options == ServerOptions()
     check_capacity([replace(TRAINER, count=1000)], offer.limits)
+
+
+def test_what_the_nodes_can_never_hold_is_refused() -> None:
+    nodes = (Node("a", 4, "H100"), Node("b", 2, "A100"))
+    limits = Limits(max_servers=64, engine_gpus={"torch": 1, "vllm": 2}, trainer_slots=1, inference_slots=1)
+    offer = replace(OFFER, limits=limits).on(nodes)
+
+    def check(*specs: SlotSpec) -> None:
+        check_capacity([complete(spec, MODEL, offer, "f") for spec in specs], offer.limits)
+
+    def ranks(number: int, accelerator: str = "") -> SlotSpec:
+        return replace(TRAINER, options=ServerOptions(ranks=number, accelerator=accelerator))
+
+    check(ranks(4, "H100"), ranks(2, "A100"))
+    # The large one fits only where the small one is not in its way.
+    check(ranks(1), ranks(4))
+    with pytest.raises(
+        ServiceError, match="trainer server with 1 GPU of type A100 for each of 3 ranks"
+    ) as refused:
+        check(ranks(3, "A100"))
+    assert (refused.value.reason, refused.value.field) == (Reason.CANNOT_BE_SATISFIED, "job.slots")
+    assert "a has 4, b has 2 (setting engine_gpus[torch]=1)" in refused.value.message
+    with pytest.raises(ServiceError, match="this job needs 7 GPUs at once"):
+        check(ranks(4), replace(TRAINER, count=3))
+    # Where nobody knows the nodes nothing is refused.
+    offer = offer.on(())
+    check(ranks(100))
+
+
+def test_a_type_that_no_node_has_is_refused() -> None:
+    asked = replace(TRAINER, options=ServerOptions(accelerator="B200"))
+    for nodes, words in (
+        ((Node("a", 1, "H100"), Node("b", 1, "A100"), Node("c", 1)), "there are A100, H100"),
+        ((), "types of this cluster's nodes are not known"),
+    ):
+        with pytest.raises(ServiceError, match=words) as refused:
+            complete(asked, MODEL, OFFER.on(nodes), "job.slots[0]")
+        assert refused.value.reason is Reason.CANNOT_BE_SATISFIED
+        assert refused.value.field == "job.slots[0].options.accelerator"
+    # Where there is one type only, it need not be named; where there are more, who names none gets any.
+    one = (Node("a", 1, "H100"), Node("b", 1, "H100"))
+    assert complete(TRAINER, MODEL, OFFER.on(one), "f").options.accelerator == "H100"
+    assert complete(TRAINER, MODEL, OFFER.on((*one, Node("c", 1))), "f").options.accelerator == ""
+
+
+def test_a_server_that_registered_itself_says_its_type() -> None:
+    offered = ServerOptions(engine="torch", accelerator="H100")
+    assert offered.accepts(ServerOptions(accelerator="H100"))
+    assert offered.accepts(ServerOptions())
+    assert not offered.accepts(ServerOptions(accelerator="A100"))
+    assert not ServerOptions(engine="torch").accepts(ServerOptions(accelerator="A100"))

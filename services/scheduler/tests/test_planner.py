@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Need
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Role, ServerOptions
 from opentinker_scheduler.domain.planner import Cluster, Grant, Plan, make_plan
 

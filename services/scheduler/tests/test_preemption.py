@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.scheduler.tests.simulation import OPTIONS
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, Need
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Role
 from opentinker_scheduler.domain.planner import Cluster, Plan, make_plan
 from opentinker_scheduler.domain.preemption import Candidate, displace

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.scheduler.tests.simulation import OPTIONS, Simulation
 
-from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Need
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Role, ServerOptions
 from opentinker_scheduler.domain.planner import Cluster, Plan, make_plan
 from opentinker_scheduler.domain.reservations import Tenure

@@ -18,16 +18,18 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sqlalchemy import select
 
 from opentinker_kit.testing import PostgresServer
 from opentinker_scheduler.adapters.sql.capacity import Live
 from opentinker_scheduler.adapters.sql.database import SqlDatabase
 from opentinker_scheduler.adapters.sql.engines import Location, Postgres, open_engine
+from opentinker_scheduler.adapters.sql.tables import device_owners
 from opentinker_scheduler.application.changes import add_job, end_assignment, save_job
 from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.settle import Ending, Observed, settle
 from opentinker_scheduler.domain import jobs as rules
-from opentinker_scheduler.domain.floor import Limits
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,
@@ -41,14 +43,22 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
 )
 from opentinker_scheduler.domain.names import new_id
+from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.shares import Rules, Tenants
 from opentinker_scheduler.ports import Transaction
 
 T = TypeVar("T")
 START = datetime(2026, 1, 1, tzinfo=UTC)
-SLOTS, SERVERS = 2, 3
+SLOTS, SERVERS = 2, 4
+NODES = (Node("a", 2), Node("b", 1))
 TERMS = Terms(
-    limits=Limits(max_servers=SERVERS, trainer_slots=SLOTS, inference_slots=SLOTS, reserve_after_s=5.0),
+    limits=Limits(
+        max_servers=SERVERS,
+        trainer_slots=SLOTS,
+        inference_slots=SLOTS,
+        reserve_after_s=5.0,
+        engine_gpus={"noop": 1},
+    ),
     tenants=Tenants(by_project={"heavy": Rules(weight=3.0), "tight": Rules(max_slots=4)}),
     budget=rules.CrashBudget(limit=1000),
     launcher_name="process",
@@ -99,7 +109,8 @@ class Ticks(RuleBasedStateMachine):
         self, tx: Transaction, endings: Sequence[Ending] = (), lost_clients: Sequence[str] = ()
     ) -> None:
         attended = [job.id for job in tx.jobs.live()]
-        settle(tx, Observed(endings, lost_clients, (), (), attended, {}), self.placing, self.now)
+        seen = Observed(endings, lost_clients, (), (), attended, {}, NODES)
+        settle(tx, seen, self.placing, self.now)
 
     @rule(
         count=st.integers(1, 5),
@@ -209,6 +220,13 @@ class Ticks(RuleBasedStateMachine):
             assert len({one.job_id for one in self.assignments() if one.server_id == server}) == 1
 
     @invariant()
+    def a_gpu_has_one_owner(self) -> None:
+        there = [device for node in NODES for device in node.devices]
+        given = [device for server in self.servers() for device in server.devices]
+        assert len(given) == len(set(given)) == len(self.servers())
+        assert set(given) <= set(there)
+
+    @invariant()
     def who_holds_slots_may(self) -> None:
         jobs = {job.id: job for job in self.jobs()}
         held = self.assignments(AssignmentState.GRANTED, AssignmentState.READY)
@@ -232,7 +250,11 @@ class Ticks(RuleBasedStateMachine):
         engine = open_engine(self.where)
         with engine.begin() as connection:
             stored.load(connection)
+            owners = connection.execute(select(device_owners.c.device, device_owners.c.server_id)).all()
         engine.dispose()
+        assert sorted(map(tuple, owners)) == sorted(
+            (d, one.id) for one in self.servers() for d in one.devices
+        )
         rows = (stored.jobs.all(), stored.servers.all(), stored.assignments.all())
         assert self._all() == [_by_id(kind) for kind in rows]
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.domain.admission import check_limits, check_quota
-from opentinker_scheduler.domain.floor import Demand, Limits
+from opentinker_scheduler.domain.floor import Demand
+from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Cost, JobKind, Role, ServerOptions, SlotSpec, Tuning
 from opentinker_scheduler.domain.shares import (
     FairOrder,

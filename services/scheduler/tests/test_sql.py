@@ -34,7 +34,7 @@ from opentinker_scheduler.domain.model import (
 )
 from opentinker_scheduler.domain.records import Blob, Fact, LoopState, MetricsRow, Policy, Version
 from opentinker_scheduler.domain.shares import Used
-from opentinker_scheduler.ports import SlotTaken, StoredAnswer, Transaction
+from opentinker_scheduler.ports import DeviceTaken, SlotTaken, StoredAnswer, Transaction
 from opentinker_scheduler.replica_ports import LeadershipLost, Replica
 from opentinkerapi.runtime.reasons import Reason
 
@@ -221,6 +221,32 @@ async def test_servers_come_back_as_they_were(database: SqlDatabase) -> None:
     assert await database.run(lambda tx: tx.servers.live()) == []
     assert await database.run(lambda tx: tx.servers.page(None, 9, False)) == []
     assert await database.run(lambda tx: tx.servers.page(None, 9, True)) == [lost]
+
+
+async def test_two_servers_can_never_have_one_gpu(database: SqlDatabase, records: Any) -> None:
+    first = replace(server(), devices=("a/0", "a/1"))
+    added = await database.run(lambda tx: tx.servers.add(first))
+    assert added.devices == ("a/0", "a/1")
+    second = replace(server("s2"), devices=("b/0", "a/1"))
+    with pytest.raises(DeviceTaken):
+        await database.run(lambda tx: tx.servers.add(second))
+    assert await database.run(lambda tx: tx.servers.find("s2")) is None
+    # Neither while the first is being stopped, nor by another scheduler; only once it has ended.
+    await database.run(lambda tx: tx.servers.save(replace(added, state=ServerState.DRAINING)))
+    again = SqlDatabase(records.where)
+    await again.open(NOW, ME)
+    assert [one.devices for one in await again.run(lambda tx: tx.servers.live())] == [added.devices]
+    with pytest.raises(DeviceTaken):
+        await again.run(lambda tx: tx.servers.add(second))
+    ended = replace(added, state=ServerState.STOPPED)
+    await again.run(lambda tx: tx.servers.save(ended))
+    await again.run(lambda tx: tx.servers.add(second))
+    # What it had stays known, and writing it once more takes nothing from the new owner.
+    await again.run(lambda tx: tx.servers.save(replace(ended, exit_code=0)))
+    assert (await again.run(lambda tx: tx.servers.page(None, 9, True)))[1].devices == ("a/0", "a/1")
+    with pytest.raises(DeviceTaken):
+        await again.run(lambda tx: tx.servers.add(replace(server("s3"), devices=("a/1",))))
+    await again.close()
 
 
 async def test_two_jobs_can_never_own_one_slot(database: SqlDatabase) -> None:

@@ -189,10 +189,12 @@ def show_servers(found: Iterable[job_pb2.Server]) -> None:
             f"{server.slots_used}/{server.slots_total}",
             server.address,
             str(server.pid or ""),
+            ", ".join(server.devices),
         )
         for server in found
     ]
-    show(("server", "role", "state", "model", "engine", "slots", "address", "pid"), rows, "no servers")
+    titles = ("server", "role", "state", "model", "engine", "slots", "address", "pid", "gpus")
+    show(titles, rows, "no servers")
 
 
 def word(enum: Any, value: int) -> str:

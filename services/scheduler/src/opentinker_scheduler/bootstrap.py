@@ -50,6 +50,7 @@ from opentinker_scheduler.application.targets import Targets
 from opentinker_scheduler.application.timers import Timing
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.usage import Usage
+from opentinker_scheduler.application.warm import warm_servers
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.dependencies import look_at_dependencies
 from opentinker_scheduler.domain.model import Server
@@ -130,12 +131,13 @@ class Scheduler:
         self._usage = Usage(self.database, self._clock)
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
         self.launcher = launcher or self._launcher()
+        self._placing = Placing(_terms(settings, self.launcher))
         self.reconciler = Reconciler(
             self.database,
             self.launcher,
             self._leases,
             self._sessions,
-            Placing(_terms(settings, self.launcher)),
+            self._placing,
             _timing(settings),
             self._clock,
         )
@@ -166,6 +168,8 @@ class Scheduler:
 
         While another scheduler leads the database it stands by: NOT_SERVING, and every call is told who does.
         """
+        warm = [(one.spec(), one.count) for one in self._settings.warm_servers]
+        self._placing.warm = await warm_servers(warm, self._offer.on(self.launcher.nodes()), self._models)
         port = await self.server.start(install_signals=install_signals)
         if not await self._take_the_lead():
             return port

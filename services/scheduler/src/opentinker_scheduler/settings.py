@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.adapters.sql.engines import LEASE_S, Location, Postgres
 from opentinker_scheduler.domain.admission import Offer
-from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.jobs import CrashBudget
-from opentinker_scheduler.domain.model import ENGINES, Role
+from opentinker_scheduler.domain.limits import Limits
+from opentinker_scheduler.domain.model import ENGINES, Role, ServerOptions, SlotSpec
 from opentinker_scheduler.domain.shares import Rules, Tenants
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -73,6 +73,36 @@ class TenantSettings(BaseModel):
 
     def rules(self) -> Rules:
         return Rules(**self.model_dump())
+
+
+class WarmOptions(BaseModel):
+    """`ServerOptions` of servers that are kept ready; unset ones are filled in as a job's are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: str = ""
+    dtype: str = ""
+    serving_mode: str = ""
+    max_lora_rank: int = 0
+    context_tokens: int = 0
+    ranks: int = 0
+    accelerator: str = ""
+
+
+class WarmSettings(BaseModel):
+    """Servers that are kept ready."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Role
+    base_model: str
+    options: WarmOptions = WarmOptions()
+    count: int = Field(default=1, ge=1, le=1024)
+    """How many of them there are at least."""
+
+    def spec(self) -> SlotSpec:
+        """A slot that they are for."""
+        return SlotSpec(self.role, self.base_model, options=ServerOptions(**self.options.model_dump()))
 
 
 class SchedulerSettings(ServerSettings):
@@ -143,6 +173,9 @@ class SchedulerSettings(ServerSettings):
     that are found. For the launcher `process`."""
     accelerator: str = ""
     """Type of the GPUs of this host, as in "H100", for jobs that ask for one. For the launcher `process`."""
+    warm_servers: list[WarmSettings] = Field(default_factory=list)
+    """Servers that are started before a job needs them, and are not stopped for want of work. Where a waiting
+    job needs their room they make it, and are started again once there is some."""
     default_tenant: TenantSettings = Field(default_factory=TenantSettings)
     """What a project may have that is not in `tenants`."""
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
@@ -236,12 +269,17 @@ class SchedulerSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _gpus_that_can_be_given(self) -> Self:
-        named = [name for name in ("gpus", "accelerator") if getattr(self, name)]
+        if self.warm_servers and self.launcher == "static":
+            raise ValueError("warm_servers are started by a launcher; with launcher static nobody starts any")
+        named = [name for name in ("gpus", "accelerator") if getattr(self, name) not in (None, "")]
         if named and self.launcher != "process":
             raise ValueError(
                 f"{named[0]} is for the launcher process; this cluster's is {self.launcher}, which knows "
                 "the GPUs of its nodes itself"
             )
+        known = {engine for engines in ENGINES.values() for engine in engines}
+        if unknown := sorted(self.engine_gpus.keys() - known):
+            raise ValueError(f"engine_gpus names {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
         if self.gpus and not any(self.engine_gpus.values()):
             raise ValueError("gpus names GPUs, but engine_gpus gives no engine any of them")
         if self.gpus is not None and (len(set(self.gpus)) < len(self.gpus) or "" in self.gpus):

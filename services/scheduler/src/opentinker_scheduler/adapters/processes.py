@@ -30,7 +30,8 @@ LOG = "server.log"
 _KILL_WAIT_S = 5.0
 _KEPT_FOLDERS = 16
 _TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 16_384, 15, 1_200
-_LOOK_S = 0.05
+_GPU_WAIT_S, _LOOK_S = 60.0, 0.05
+"""A killed process may take long to give back what it had on GPUs."""
 _START_SLACK_S = 2.0
 """Start times read by different processes differ where the wall clock was adjusted in between."""
 
@@ -86,18 +87,18 @@ class ProcessLauncher:
     async def start(self, server: Server) -> Started:
         if server.id in self._processes:
             return self._processes[server.id].started
+        await self._until_free(server)
+        self._devices[server.id] = frozenset(server.devices)
         # Whoever gives up waiting must not leave a process behind that is not watched.
         return await asyncio.shield(asyncio.create_task(self._start(server)))
 
     async def _start(self, server: Server) -> Started:
         folder = self._recipe.directory / server.id
-        await self._until_free(server)
-        self._devices[server.id] = frozenset(server.devices)
         try:
             child = await asyncio.to_thread(self._spawn, server, folder)
             started = Started(child.pid, _start_time(child.pid), folder / LOG)
         except BaseException:
-            del self._devices[server.id]
+            self._devices.pop(server.id, None)
             raise
         self._watch(server.id, started, child)
         log.info("started", server=server.name, role=server.role, pid=child.pid, log=str(started.log_path))
@@ -105,7 +106,7 @@ class ProcessLauncher:
 
     async def _until_free(self, server: Server) -> None:
         """Wait until no process has the server's GPUs: those of one that was given up may still be ending."""
-        for _ in range(round(_KILL_WAIT_S / _LOOK_S)):
+        for _ in range(round(_GPU_WAIT_S / _LOOK_S)):
             others = [
                 i for i, has in self._devices.items() if i != server.id and not has.isdisjoint(server.devices)
             ]

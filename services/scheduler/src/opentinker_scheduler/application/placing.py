@@ -6,8 +6,10 @@ from datetime import datetime, time
 from itertools import islice
 
 from opentinker_scheduler.application.changes import day_of, save_job
+from opentinker_scheduler.application.warm import WarmServers, key_of
 from opentinker_scheduler.domain import jobs as rules
-from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
+from opentinker_scheduler.domain.floor import Capacity, Demand, Need
+from opentinker_scheduler.domain.limits import Key, Limits
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,
@@ -59,6 +61,7 @@ class Placing:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
+        self.warm = WarmServers()
         self._asked: dict[str, tuple[datetime, Demand]] = {}
         self._shapes: dict[tuple[SlotSpec, ...], int] = {}
         self._telling: Iterator[tuple[str, int, str]] = iter(())
@@ -70,7 +73,8 @@ class Placing:
         demands, refused = self._demands(jobs.values(), assignments, attended, now)
         for job, reason in refused:
             tx.jobs.tell(job.id, 0, reason)
-        if not demands:
+        lacking = self.warm.lacking(tx, now)
+        if not demands and not lacking:
             return
         servers = tx.servers.live()
         placed = [job for job in jobs.values() if job.state.placed]
@@ -88,9 +92,12 @@ class Placing:
             candidates=(lambda: self._candidates(placed, now)) if self.terms.preemption else None,
             yielding=any(job.state is JobState.PREEMPTED for job in jobs.values()),
             now=now.timestamp(),
+            lacking=lacking,
         )
-        plan = make_plan(demands, _capacities(servers, assignments), cluster, new_id)
+        surplus = self.warm.surplus(servers)
+        plan = make_plan(demands, _capacities(servers, assignments, surplus), cluster, new_id)
         _write(tx, plan, jobs, self.terms.launcher_name, now)
+        self.warm.started(plan.launches)
         self._tell(tx, plan)
 
     def _tell(self, tx: Transaction, plan: Plan) -> None:
@@ -238,7 +245,9 @@ def _devices(servers: Iterable[Server]) -> frozenset[str]:
     return frozenset(device for server in servers for device in server.devices)
 
 
-def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) -> list[Capacity]:
+def _capacities(
+    servers: Sequence[Server], assignments: Sequence[Assignment], surplus: Mapping[Key, int]
+) -> list[Capacity]:
     taken: dict[str, list[Assignment]] = {}
     for assignment in assignments:
         taken.setdefault(assignment.server_id, []).append(assignment)
@@ -262,6 +271,7 @@ def _capacities(servers: Sequence[Server], assignments: Sequence[Assignment]) ->
                 ready=server.state is ServerState.READY,
                 taken=owners,
                 devices=server.devices,
+                warm=surplus.get(key_of(server), 1) < 1,
             )
         )
     return capacities

@@ -4,13 +4,16 @@ What it decides is written here; the processes and sessions that follow from it 
 and are derived anew from the rows at every tick, so that nothing depends on a tick being the last to see it.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from opentinker_scheduler.application.changes import answering, end_assignment, end_server, save_job
 from opentinker_scheduler.application.placing import UNSETTLED, Placing, wants
+from opentinker_scheduler.application.warm import key_of
 from opentinker_scheduler.domain import jobs as rules
+from opentinker_scheduler.domain.limits import Key
 from opentinker_scheduler.domain.model import (
     Assignment,
     AssignmentState,
@@ -105,14 +108,15 @@ def settle(tx: Transaction, seen: Observed, placing: Placing, now: datetime) -> 
         if job.state is JobState.PREEMPTED and not tx.assignments.of_job(job.id):
             save_job(tx, job, rules.requeued(job), now)
     jobs = tx.jobs.live()
-    if any(map(wants, jobs)):
+    if any(map(wants, jobs)) or placing.warm.lacking(tx, now):
         _start_answering(tx, jobs, now)
         placing.place(tx, seen.attended, seen.nodes, now)
-    _end_unwanted(tx, budget, now)
+    _end_unwanted(tx, placing, now)
     jobs = tx.jobs.live()
     servers, assignments = tx.servers.live(), tx.assignments.active()
     _tell_who_starts(tx, jobs, assignments, seen.waits)
-    servers = _drain_idle(tx, servers, assignments, seen.idle_too_long)
+    surplus = placing.warm.surplus(servers)
+    servers = _drain_idle(tx, servers, assignments, seen.idle_too_long, surplus)
     untold = {
         a.job_id for a in assignments if a.server_id in seen.told and a.id not in seen.told[a.server_id]
     }
@@ -149,16 +153,33 @@ def _start_answering(tx: Transaction, jobs: Sequence[Job], now: datetime) -> Non
             save_job(tx, job, rules.running(job, now, complete=complete), now)
 
 
-def _end_unwanted(tx: Transaction, budget: rules.CrashBudget, now: datetime) -> None:
+def _end_unwanted(tx: Transaction, placing: Placing, now: datetime) -> None:
     """Give up servers that have no process yet where nobody waits for them any more; whatever is being
     started for them is ended as any process that no server claims."""
-    busy = {assignment.server_id for assignment in tx.assignments.active()}
-    for server in tx.servers.live():
-        begun = server.pid or server.instance_id or server.state is not ServerState.LAUNCHING
-        if server.launched and not begun and server.id not in busy:
-            cause = Failure("", "nobody waited for it any more before it had started")
+    starting = [
+        server
+        for server in tx.servers.live()
+        if server.launched
+        and server.state is ServerState.LAUNCHING
+        and not (server.pid or server.instance_id)
+    ]
+    if not starting:
+        return
+    surplus = placing.warm.surplus(tx.servers.live())
+    for server in starting:
+        if not tx.assignments.of_server(server.id) and _spare(server, surplus):
             draining = replace(server, state=ServerState.DRAINING)
-            end_server(tx, draining, cause, now, budget, counts=False)
+            cause = Failure("", "nobody waited for it any more before it had started")
+            end_server(tx, draining, cause, now, placing.terms.budget, counts=False)
+
+
+def _spare(server: Server, surplus: Counter[Key]) -> bool:
+    """Whether a server may go; one of a kind of which some are to be kept is then counted as gone."""
+    key = key_of(server)
+    if key not in surplus:
+        return True
+    surplus[key] -= 1
+    return surplus[key] >= 0
 
 
 def _tell_who_starts(
@@ -178,12 +199,14 @@ def _drain_idle(
     servers: Sequence[Server],
     assignments: Sequence[Assignment],
     idle_too_long: Collection[str],
+    surplus: Counter[Key],
 ) -> Sequence[Server]:
     """Stop started servers that have had no work for long; the servers as they are then."""
     busy = {assignment.server_id for assignment in assignments}
     result: list[Server] = []
     for server in servers:
-        if server.id in idle_too_long and server.id not in busy and server.state is ServerState.READY:
+        idle = server.id in idle_too_long and server.id not in busy and server.state is ServerState.READY
+        if idle and _spare(server, surplus):
             server = replace(server, state=ServerState.DRAINING)
             tx.servers.save(server)
         result.append(server)

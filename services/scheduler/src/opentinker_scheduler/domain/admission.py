@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from opentinker_kit.errors import ServiceError
-from opentinker_scheduler.domain.floor import Key, Limits
+from opentinker_scheduler.domain.limits import Key, Limits
 from opentinker_scheduler.domain.model import (
     DTYPES,
     ENGINES,
@@ -87,7 +87,7 @@ def check_job(
         raise ServiceError(Reason.INVALID_FIELD, text, field="job.labels")
     _check_kind(kind, slots)
     for index, spec in enumerate(slots):
-        _check_slot(spec, f"job.slots[{index}]")
+        check_slot(spec, f"job.slots[{index}]")
 
 
 def check_limits(kind: JobKind, priority: int, max_duration_s: float, idle_limit_s: float) -> None:
@@ -158,7 +158,8 @@ def trains_all_weights(slots: Sequence[SlotSpec]) -> bool:
     return any(spec.tuning is Tuning.FULL for spec in slots)
 
 
-def _check_slot(spec: SlotSpec, field: str) -> None:
+def check_slot(spec: SlotSpec, field: str) -> None:
+    """What one slot asks for by itself."""
     if not 1 <= spec.count <= MAX_COUNT:
         text = f"count is {spec.count}; it must be from 1 to {MAX_COUNT}"
         raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.count")
@@ -274,7 +275,9 @@ def describe(options: ServerOptions) -> str:
     return ", ".join(f"{name}={value}" for name, value in values if value) or "no options"
 
 
-def check_capacity(slots: Sequence[SlotSpec], limits: Limits) -> None:
+def check_capacity(
+    slots: Sequence[SlotSpec], limits: Limits, *, who: str = "this job", field: str = "job.slots"
+) -> None:
     """CANNOT_BE_SATISFIED, naming the limit, for what even an empty cluster could not place."""
     if not limits.can_launch:
         return
@@ -286,16 +289,16 @@ def check_capacity(slots: Sequence[SlotSpec], limits: Limits) -> None:
         limit = limits.max_engine_servers.get(engine)
         if limit is not None and servers > limit:
             limit_name = f"max_engine_servers[{engine}]"
-            text = f"this job needs {servers} {engine} servers; the limit {limit_name} is {limit}"
-            raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")
+            text = f"{who} needs {servers} {engine} servers; the limit {limit_name} is {limit}"
+            raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
     total = sum(by_engine.values())
     if total > limits.max_servers:
-        text = f"this job needs {total} servers; the limit max_servers is {limits.max_servers}"
-        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")
-    _check_gpus(needed, limits)
+        text = f"{who} needs {total} servers; the limit max_servers is {limits.max_servers}"
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)
+    _check_gpus(needed, limits, who, field)
 
 
-def _check_gpus(needed: Mapping[Key, int], limits: Limits) -> None:
+def _check_gpus(needed: Mapping[Key, int], limits: Limits, who: str, field: str) -> None:
     """Whether the nodes could hold all servers at once if nobody else had any."""
     pool = Pool(limits.nodes)
     servers = [(limits.ask(key[0], key[2]), key) for key, count in needed.items() for _ in range(count)]
@@ -306,10 +309,10 @@ def _check_gpus(needed: Mapping[Key, int], limits: Limits) -> None:
             pool.take(devices)
             continue
         if Pool(limits.nodes).find(ask) is None:
-            text = f"a {options.engine} {role} server takes {ask.describe()}; no node has them"
+            text = f"{who} needs a {options.engine} {role} server with {ask.describe()}, which no node has"
         else:
             total = sum(each.total for each, _ in servers)
-            text = f"the servers of this job take {total} GPUs at once; the nodes cannot hold them"
+            text = f"{who} needs {total} GPUs at once, which the nodes cannot hold"
         have = ", ".join(f"{node.name} has {node.gpus}" for node in limits.nodes)
         text = f"{text}: {have} (setting engine_gpus[{options.engine}]={limits.engine_gpus[options.engine]})"
-        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field="job.slots")
+        raise ServiceError(Reason.CANNOT_BE_SATISFIED, text, field=field)

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from opentinker_scheduler.domain.model import Cost, Role, ServerOptions, SlotSpec
-from opentinker_scheduler.domain.nodes import Ask, Node, Pool
+from opentinker_scheduler.domain.limits import Key, Limits
+from opentinker_scheduler.domain.model import Cost, Role, ServerOptions
+from opentinker_scheduler.domain.nodes import Pool
 from opentinker_scheduler.domain.shares import NOTHING
 
-Key = tuple[Role, str, ServerOptions]
 Kind = tuple[Role, str]
 """Role and base model."""
 Claim = tuple[str, tuple[str, ...]]
@@ -165,68 +165,6 @@ class Capacity:
             exclusive=self.exclusive and bool(left),
             taken=taken,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What may be started."""
-
-    can_launch: bool = True
-    max_servers: int = 32
-    max_engine_servers: Mapping[str, int] = field(default_factory=dict)
-    max_grants: int = 100
-    trainer_slots: int = 8
-    inference_slots: int = 8
-    merged_slots: int = 1
-    engine_gpus: Mapping[str, int] = field(default_factory=dict)
-    """GPUs that a rank of a server takes, by engine; none where it is not named."""
-    nodes: tuple[Node, ...] = ()
-    """Where servers are started. None: nobody knows, and GPUs are not given out."""
-    default_engines: Mapping[Role, str] = field(default_factory=dict)
-    """What a slot is counted as that names no engine."""
-    reserve_after_s: float = 60.0
-    """How long a job waits before slots are kept for it."""
-
-    def slots_of(self, role: Role, options: ServerOptions) -> int:
-        """Slots that a server is started with; a merged one serves one policy at a time."""
-        if role is Role.TRAINER:
-            return self.trainer_slots
-        return self.merged_slots if options.serving_mode == "merged" else self.inference_slots
-
-    def gpus_of(self, role: Role, options: ServerOptions) -> int:
-        """GPUs that a server counts as."""
-        return self._rank_gpus(role, options) * max(1, options.ranks)
-
-    def ask(self, role: Role, options: ServerOptions) -> Ask:
-        """GPUs that a server is given."""
-        gpus = self._rank_gpus(role, options) if self.nodes else 0
-        return Ask(max(1, options.ranks), gpus, options.accelerator)
-
-    @property
-    def gives_gpus(self) -> bool:
-        """Whether servers are given GPUs, and none that are another's."""
-        return bool(self.nodes) and any(self.engine_gpus.values())
-
-    def _rank_gpus(self, role: Role, options: ServerOptions) -> int:
-        return self.engine_gpus.get(options.engine or self.default_engines.get(role, ""), 0)
-
-    def per_server(self, spec: SlotSpec) -> tuple[int, int]:
-        """Slots and GPUs of a server for a slot."""
-        return self.slots_of(spec.role, spec.options), self.gpus_of(spec.role, spec.options)
-
-    def servers_needed(self, slots: Sequence[SlotSpec]) -> Mapping[Key, int]:
-        """How many servers of each kind an empty cluster would start for a job."""
-        counts: dict[Key, int] = {}
-        replicas: dict[Key, int] = {}
-        for spec in slots:
-            key = (spec.role, spec.base_model, spec.options)
-            counts[key] = counts.get(key, 0) + spec.count
-            if spec.role is Role.INFERENCE:
-                replicas[key] = max(replicas.get(key, 0), spec.count)
-        return {
-            key: max(-(-count // self.slots_of(key[0], key[2])), replicas.get(key, 0))
-            for key, count in counts.items()
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +340,7 @@ class Floor:
             return limit
         beside = self.free((need.role, need.base_model))
         held = any(server.hold is not None and server.accepts(need, demand.job_id) for server in beside)
-        return _kept_for() if held else limit
+        return _kept_for(gpus=limit.gpus) if held else limit
 
     def _limit(self, need: Need, demand: Demand) -> tuple[str, ...] | Obstacle:
         limits, engine = self.limits, need.options.engine
@@ -422,13 +360,13 @@ class Floor:
             return _kept_for()
         ask = limits.ask(need.role, need.options)
         if (free := self._gpus.find(ask)) is None:
-            where = "on no node" if ask.ranks == 1 else "nowhere"
-            return Obstacle(f"{ask.describe()} {'is' if ask.total == 1 else 'are'} free {where}", gpus=True)
+            free_text = "free on no node" if ask.ranks == 1 else "not free"
+            return Obstacle(f"{ask.describe()} {'is' if ask.total == 1 else 'are'} {free_text}", gpus=True)
         kept_devices = {device for new in kept for device in new.devices}
         if kept_devices.isdisjoint(free):
             return free
         others = self._gpus.find(ask, kept_devices)
-        return _kept_for() if others is None else others
+        return _kept_for(gpus=True) if others is None else others
 
     def _undo(self, before: Iterable[tuple[Capacity, Capacity]], started: int) -> None:
         for server, copy in before:
@@ -442,7 +380,7 @@ class Floor:
         del self.launched[started:]
 
 
-def _kept_for() -> Obstacle:
+def _kept_for(*, gpus: bool = False) -> Obstacle:
     # Without its name: it may be another project's.
     text = "what is free is kept for a job that waits for more; jobs with a short max_duration may go before"
-    return Obstacle(text)
+    return Obstacle(text, gpus=gpus)

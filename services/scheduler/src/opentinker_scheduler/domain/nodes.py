@@ -1,8 +1,8 @@
 """The GPUs of the nodes, and which of them a new server gets.
 
-The GPUs of a rank are on one node. The ranks of a server are together on one node where they fit, else on as
-few as possible, all of one accelerator. Of the nodes that have enough the one with the least room is taken, so
-that large holes stay.
+The GPUs of a rank are on one node. The ranks of a server are together on one node where they fit, else on
+as few as possible, all of one accelerator. Of the nodes that have enough the one with the least room is
+taken, so that large holes stay.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -53,13 +53,14 @@ class Pool:
     def __init__(self, nodes: Iterable[Node], taken: Collection[str] = ()) -> None:
         gone = frozenset(taken)
         self._nodes = tuple(nodes)
+        self._known = frozenset(device for node in self._nodes for device in node.devices)
         self._free = {
             node.name: [device for device in node.devices if device not in gone] for node in self._nodes
         }
 
     def copy(self) -> "Pool":
         copied = Pool(())
-        copied._nodes = self._nodes
+        copied._nodes, copied._known = self._nodes, self._known
         copied._free = {name: list(devices) for name, devices in self._free.items()}
         return copied
 
@@ -87,9 +88,8 @@ class Pool:
 
     def give_back(self, devices: Iterable[str]) -> None:
         """These are free too. What the nodes do not have any more is not."""
-        known = {device for node in self._nodes for device in node.devices}
         for device in devices:
-            if device in known and device not in (free := self._free[node_of(device)]):
+            if device in self._known and device not in (free := self._free[node_of(device)]):
                 free.append(device)
 
 

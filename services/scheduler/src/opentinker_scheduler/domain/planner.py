@@ -10,16 +10,8 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opentinker_scheduler.domain.floor import (
-    Capacity,
-    Demand,
-    Floor,
-    Key,
-    Limits,
-    NewServer,
-    Placement,
-    Shortage,
-)
+from opentinker_scheduler.domain.floor import Capacity, Demand, Floor, NewServer, Placement, Shortage
+from opentinker_scheduler.domain.limits import Key, Limits
 from opentinker_scheduler.domain.model import Role
 from opentinker_scheduler.domain.nodes import Pool
 from opentinker_scheduler.domain.preemption import Candidate, displace
@@ -167,7 +159,7 @@ class _Planning:
         self.plan.reason_of = self._reason_of
 
     def warm_up(self) -> None:
-        """Start servers that are to be ready before they are needed, once everyone who waits was looked at."""
+        """Start servers that are to be kept ready, if all who wait were looked at."""
         if self._may_grant():
             warm_up(self._floor, self._cluster.lacking, self._shortages)
 

@@ -4,16 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from opentinker_scheduler.domain.floor import (
-    Capacity,
-    Claim,
-    Demand,
-    Floor,
-    Key,
-    Need,
-    Obstacle,
-    Shortage,
-)
+from opentinker_scheduler.domain.floor import Capacity, Claim, Demand, Floor, Need, Obstacle, Shortage
+from opentinker_scheduler.domain.limits import Key
 
 
 def make_room(floor: Floor, demand: Demand, shortage: Shortage) -> None:
