@@ -8,6 +8,7 @@
   never_ready       registers, never loads
   failure:TEXT      registers and says that it cannot load
   refuse            answers every assignment with FAILED
+  trains:N          says of every job that is assigned to it that it trained on N tokens
 It starts a child that sleeps, as a server does with its engine, and writes what it was told to `told.jsonl`.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker_kit.lifeline import exit_at_eof
+from opentinker_kit.metering import TokenMeter
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.settings import ServerSettings
 from opentinkerapi.scheduler.v1 import job_pb2
@@ -28,8 +30,9 @@ from opentinkerapi.scheduler.v1 import job_pb2
 class Handler:
     """Writes down what the scheduler says."""
 
-    def __init__(self, folder: Path, behavior: str, stop: asyncio.Event) -> None:
+    def __init__(self, folder: Path, behavior: str, stop: asyncio.Event, meter: TokenMeter) -> None:
         self._path = folder / "told.jsonl"
+        self._meter = meter
         self._behavior = behavior
         self._stop = stop
 
@@ -46,6 +49,8 @@ class Handler:
         )
         if self._behavior == "refuse":
             raise RuntimeError("the policy cannot be restored")
+        if self._behavior.startswith("trains:"):
+            self._meter.trained(assignment.job, int(self._behavior.partition(":")[2]))
 
     async def release(self, assignment: str, job: str) -> None:
         self._tell(release=assignment, job=job)
@@ -83,8 +88,10 @@ async def serve(values: dict[str, Any]) -> int:
         pid=os.getpid(),
         server_id=values["server_id"],
     )
+    meter = TokenMeter()
+    handler = Handler(folder, behavior, stop, meter)
     registration = Registration(
-        settings, announcement, Handler(folder, behavior, stop), on_lost=stop.set, lost_after_s=10.0
+        settings, announcement, handler, on_lost=stop.set, lost_after_s=10.0, meter=meter
     )
     registration.start()
     if kind == "failure":

@@ -13,13 +13,16 @@ from opentinker_kit.auth import AuthPolicy, Kind, Principal
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.settings import read_secret
 from opentinker_kit.testing import wait_until
+from opentinker_scheduler.application import usage
 from opentinker_scheduler.bootstrap import access_table
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
 from opentinkerapi.runtime.errors import OpenTinkerError, QuotaExceeded, from_rpc_error, from_status_data
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.status import decode
+from opentinkerapi.scheduler.v1 import account_service_pb2 as accounts_pb
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
+from opentinkerapi.scheduler.v1.account_service_pb2_grpc import AccountServiceStub
 
 QUEUED, RUNNING, FAILED = (
     job_pb2.JOB_STATE_QUEUED,
@@ -109,6 +112,32 @@ async def test_gpu_seconds_of_a_day(start_rig: Any) -> None:
     job = await rig.job(first.name)
     assert job.held_duration.seconds == 199
     assert not job.HasField("grant_time")
+
+
+async def test_tokens_of_a_day(start_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_EVERY_S", 0.1)
+    clock = ManualClock()
+    rig = await start_rig({"clock": clock}, "trains:600", default_tenant={"max_tokens_a_day": 1000})
+    first = await rig.create_job()
+    await rig.until(first.name, RUNNING)
+    second = await rig.create_job()
+    # Below the quota the next one still starts, and what runs goes on over it.
+    await rig.until(second.name, RUNNING)
+    await wait_until(lambda: _tokens(rig, 1200), what="both are counted")
+    third = await rig.create_job()
+    await says(rig, third, "waiting for its quota: project default used 1200 tokens", "max_tokens_a_day=1000")
+    await says(rig, third, "00:00 UTC")
+    assert (await rig.job(third.name)).state == QUEUED
+    assert [(await rig.job(job.name)).state for job in (first, second)] == [RUNNING, RUNNING]
+    await clock.advance(86400.0)
+    for job in (first, second, third):
+        await rig.renew(job.name)
+    await rig.until(third.name, RUNNING)
+
+
+async def _tokens(rig: Any, number: int) -> bool:
+    answer = await AccountServiceStub(rig.channel()).ListUsage(accounts_pb.ListUsageRequest())
+    return sum(row.tokens_trained for row in answer.usage) == number
 
 
 async def test_a_time_limit_ends_a_job_and_frees_its_slots(start_rig: Any, make_job: Any) -> None:

@@ -70,6 +70,8 @@ class TenantSettings(BaseModel):
     """GPUs that its jobs hold at once; a slot counts as its part of the GPUs of its server."""
     max_gpu_seconds_a_day: float | None = Field(default=None, ge=0)
     """GPU-seconds in a UTC day, after which no more of its jobs start that day; those that run go on."""
+    max_tokens_a_day: int | None = Field(default=None, ge=0)
+    """Tokens trained and sampled in a UTC day, likewise."""
 
     def rules(self) -> Rules:
         return Rules(**self.model_dump())

@@ -124,14 +124,17 @@ class Placing:
         slots = sum(server.slots_total for server in there)
         gpus = sum(limits.gpus_of(server.role, server.options) for server in there)
         spent: dict[str, float] = {}
+        metered = tenants.meters_gpus or tenants.meters_tokens
+        today = tx.usage.of_day(day_of(now)) if metered else {}
+        tokens = {project: used.tokens_trained + used.tokens_sampled for project, used in today.items()}
         if tenants.meters_gpus:
-            spent = {project: used.gpu_seconds for project, used in tx.usage.of_day(day_of(now)).items()}
+            spent = {project: used.gpu_seconds for project, used in today.items()}
             midnight = datetime.combine(now.date(), time(), now.tzinfo)
             for job in placed:
                 since = max(job.grant_time or now, midnight)
                 seconds = max(0.0, (now - since).total_seconds())
                 spent[job.project] = spent.get(job.project, 0.0) + job.cost_gpus * seconds
-        return Shares(tenants, Cost(float(slots), float(gpus)), held, spent)
+        return Shares(tenants, Cost(float(slots), float(gpus)), held, spent, tokens)
 
     def _demands(
         self,
