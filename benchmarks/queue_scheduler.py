@@ -23,6 +23,7 @@ from opentinker_scheduler.access import access_table
 from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import Started
 from opentinker_scheduler.settings import SchedulerSettings, TenantSettings
 
@@ -59,6 +60,9 @@ class SayingLauncher:
 
     def log_tail(self, server_id: str) -> str:
         return ""
+
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return None
 
     def close(self) -> None:
         """Nothing runs."""

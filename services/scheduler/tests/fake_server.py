@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker_kit.lifeline import exit_at_eof
+from opentinker_kit.logging import configure_logging
 from opentinker_kit.metering import TokenMeter
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.settings import ServerSettings
@@ -67,6 +68,7 @@ async def serve(values: dict[str, Any]) -> int:
     behavior = values.get("behavior", "normal")
     names = set(ServerSettings.model_fields)
     settings = ServerSettings(**{key: value for key, value in values.items() if key in names})
+    configure_logging(settings, "fake")
     folder = settings.state_dir
     if settings.lifeline_fd is not None:
         exit_at_eof(settings.lifeline_fd)

@@ -1,15 +1,13 @@
 """Priorities, quotas, limits and reservations through the whole service."""
 
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from services.scheduler.tests.projects import Projects, create_for
 
-from opentinker_kit.auth import AuthPolicy, Kind, Principal
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.settings import read_secret
 from opentinker_kit.testing import wait_until
@@ -228,22 +226,6 @@ async def test_a_job_gives_way_and_goes_on_where_it_was(start_rig: Any, make_slo
     await cancel(rig, urgent)
     again = await rig.until(humble.name, RUNNING)
     assert again.attempt == 2
-
-
-class Projects(AuthPolicy):
-    """The usual keys. Whose call it is, a header says; without it, that of one who sees everything."""
-
-    async def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
-        pairs = list(metadata)
-        principal = await super().identify(method, pairs)
-        project = dict(pairs).get("x-project")
-        return Principal(Kind.SERVICE) if project is None else replace(principal, project=str(project))
-
-
-async def create_for(rig: Any, project: str, job: job_pb2.Job) -> str:
-    request = pb.CreateJobRequest(request_id=rig.request_id(), job=job)
-    response = await rig.jobs.CreateJob(request, metadata=(("x-project", project),))
-    return str(response.job.name)
 
 
 async def test_projects_hold_by_weight_however_many_jobs_they_queue(

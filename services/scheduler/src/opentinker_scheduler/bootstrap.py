@@ -35,6 +35,7 @@ from opentinker_scheduler.application.deployments import Deployments
 from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.logs import Logs
 from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Registry
@@ -125,6 +126,7 @@ class Scheduler:
         self._usage = Usage(self.database, self._clock)
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
         self.launcher = launcher or self._launcher()
+        self._logs = Logs(self.database, self.launcher)
         self.reconciler = Reconciler(
             self.database,
             self.launcher,
@@ -239,6 +241,7 @@ class Scheduler:
                 self._cluster,
                 self._registry,
                 self._leases,
+                self._logs,
                 self._clock,
                 self.reconciler.wake,
             ),
@@ -311,6 +314,7 @@ class Scheduler:
 
     async def _drain(self) -> None:
         self._watchers.close()
+        self._logs.close()
         for task in self._tasks:
             if task.get_name() == "reconciler":
                 task.cancel()

@@ -28,6 +28,7 @@ from opentinker_scheduler.domain.records import (
     Run,
     Version,
 )
+from opentinker_scheduler.log_ports import HistoryRepository, LogPart
 from opentinker_scheduler.usage_ports import UsageRepository
 
 T = TypeVar("T")
@@ -111,6 +112,10 @@ class AssignmentRepository(Protocol):
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         """Those of a server that have not ended."""
+        ...
+
+    def servers_of(self, job_id: str) -> Sequence[str]:
+        """Ids of all servers that ever gave a job a slot, the first one first."""
         ...
 
 
@@ -287,6 +292,8 @@ class Transaction(Protocol):
     @property
     def assignments(self) -> AssignmentRepository: ...
     @property
+    def history(self) -> HistoryRepository: ...
+    @property
     def usage(self) -> UsageRepository: ...
     @property
     def catalog(self) -> CatalogRepository: ...
@@ -364,7 +371,12 @@ class Launcher(Protocol):
         ...
 
     def log_tail(self, server_id: str) -> str:
-        """The last lines of a server's log."""
+        """The last lines of a server's log, without those about one job: every job on it is told."""
+        ...
+
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        """A server's log from a byte on, at most `limit` bytes of it. None where no log of it is kept: not
+        yet, no more, or never, as its operator keeps it elsewhere."""
         ...
 
     def close(self) -> None:

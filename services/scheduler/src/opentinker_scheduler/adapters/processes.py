@@ -19,7 +19,9 @@ import structlog
 
 from opentinker_kit.files import write_json
 from opentinker_kit.settings import ServerSettings
+from opentinker_scheduler.domain.logs import about_nobody
 from opentinker_scheduler.domain.model import Server
+from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
@@ -122,6 +124,9 @@ class ProcessLauncher:
     def log_tail(self, server_id: str) -> str:
         return tail(self._recipe.directory / server_id / LOG)
 
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return await asyncio.to_thread(_read, self._recipe.directory / server_id / LOG, offset, limit)
+
     def close(self) -> None:
         for process in self._processes.values():
             self._unwatch(process)
@@ -213,12 +218,15 @@ class StaticLauncher:
     def log_tail(self, server_id: str) -> str:
         return ""
 
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return None
+
     def close(self) -> None:
         return None
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log; empty if there is none."""
+    """The last lines of a log, without those about one job; empty if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -226,7 +234,17 @@ def tail(path: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
+    return "\n".join([*about_nobody(lines)][-_TAIL_LINES:])[-_TAIL_CHARS:]
+
+
+def _read(path: Path, offset: int, limit: int) -> LogPart | None:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(offset)
+            return LogPart(file.read(limit), size)
+    except OSError:
+        return None
 
 
 def environment(settings: Collection[str]) -> dict[str, str]:

@@ -12,12 +12,14 @@ from opentinker_scheduler.application.changes import job_of
 from opentinker_scheduler.application.cluster import Cluster
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.logs import Logs
 from opentinker_scheduler.application.pages import make_token, page_size, read_int
 from opentinker_scheduler.application.registry import Registry
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.domain.model import Job, JobState
 from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.wire import jobs as wire
+from opentinker_scheduler.wire import logs as log_wire
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
@@ -36,6 +38,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         cluster: Cluster,
         registry: Registry,
         leases: Leases,
+        logs: Logs,
         clock: Clock,
         wake: Callable[[], None],
     ) -> None:
@@ -46,6 +49,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._cluster = cluster
         self._registry = registry
         self._leases = leases
+        self._logs = logs
         self._clock = clock
         self._wake = wake
 
@@ -180,3 +184,8 @@ class SchedulerServicer(SchedulerServiceServicer):
         servers = await self._database.run(read)
         token = make_token("ListServers", scope, seqs[size - 1]) if len(seqs) > size else ""
         return pb.ListServersResponse(servers=servers, next_page_token=token)
+
+    async def ReadLogs(self, request: pb.ReadLogsRequest, context: Any) -> AsyncIterator[pb.ReadLogsResponse]:
+        asked, principal = log_wire.read_request(request), current_principal()
+        async for chunk in self._logs.read(asked, principal.scope, admin=principal.is_cluster_admin):
+            yield log_wire.write_chunk(chunk)

@@ -78,7 +78,7 @@ REPORTS: Mapping[registry_pb2.AssignmentState.ValueType, AssignmentState | None]
 }
 _KIND_OUT = {value: key for key, value in KINDS.items()}
 _STATE_OUT = {value: key for key, value in STATES.items()}
-_ROLE_OUT = {value: key for key, value in ROLES.items()}
+ROLE_OUT = {value: key for key, value in ROLES.items()}
 _TUNING_OUT = {value: key for key, value in TUNINGS.items()}
 _LOSS_OUT = {value: key for key, value in ON_LOSS.items()}
 
@@ -202,7 +202,7 @@ def write_job(job: Job) -> job_pb2.Job:
 
 def write_slot(spec: SlotSpec) -> job_pb2.SlotSpec:
     return job_pb2.SlotSpec(
-        role=_ROLE_OUT[spec.role],
+        role=ROLE_OUT[spec.role],
         base_model=spec.base_model,
         tuning=_TUNING_OUT[spec.tuning],
         count=spec.count,
@@ -218,7 +218,7 @@ def status_of(failure: Failure) -> StatusData:
 
 def write_endpoint(endpoint: JobEndpoint) -> job_pb2.Endpoint:
     return job_pb2.Endpoint(
-        role=_ROLE_OUT[endpoint.role],
+        role=ROLE_OUT[endpoint.role],
         server=endpoint.server,
         address=endpoint.address,
         attempt=endpoint.attempt,
@@ -234,7 +234,7 @@ def write_server(
     options = server.reported if server.reported != ServerOptions() else server.options
     result = job_pb2.Server(
         name=server.name,
-        role=_ROLE_OUT[server.role],
+        role=ROLE_OUT[server.role],
         base_model=server.base_model,
         options=write_options(options),
         address=server.address,

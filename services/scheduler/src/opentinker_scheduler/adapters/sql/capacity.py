@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from opentinker_scheduler.adapters.sql.live import LiveRows
@@ -220,6 +220,12 @@ class SqlAssignments:
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         return self._live.group("server", server_id)
+
+    def servers_of(self, job_id: str) -> Sequence[str]:
+        first = func.min(assignments.c.create_time)
+        query = select(assignments.c.server_id).where(assignments.c.job_id == job_id)
+        query = query.group_by(assignments.c.server_id).order_by(first, assignments.c.server_id)
+        return list(self._connection.execute(query).scalars())
 
 
 def _job_values(job: Job) -> dict[str, Any]:
