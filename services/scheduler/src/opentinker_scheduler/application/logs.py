@@ -122,6 +122,8 @@ class Logs:
             if tail is not None:
                 await _leave_out_all_but(tail, reading.sources)
                 tail = None
+                # Also where there are none: who is cut off now goes on from here.
+                yield LogChunk((), make_token(_METHOD, asked.scope, reading.cursor()))
             async for chunk in _chunks(_merged(reading.sources)):
                 found = True
                 yield LogChunk(chunk, make_token(_METHOD, asked.scope, reading.cursor()))
