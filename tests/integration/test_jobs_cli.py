@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from typer.testing import CliRunner
 
 from opentinker.cli.app import app
@@ -108,7 +109,7 @@ async def test_a_job_from_the_queue_to_its_end(cluster: tuple[str, str], run: Ru
             answer = await stub.CreateJob(pb.CreateJobRequest(request_id=name, job=spec))
             return str(answer.job.name)
 
-        first = await create("first", exclusive=True)
+        first = await create("first", exclusive=True, max_duration=Duration(seconds=7200))
 
         async def runs_now() -> bool:
             found = await stub.GetJob(pb.GetJobRequest(name=first))
@@ -129,6 +130,10 @@ async def test_a_job_from_the_queue_to_its_end(cluster: tuple[str, str], run: Ru
         lines = [line for line in queued.output.splitlines() if "number-" in line]
         assert ["number-0" in lines[0], "number-1" in lines[1]] == [True, True], queued.output
         assert "waiting for 1 trainer slot" in queued.output
+        assert "in about 11" in lines[0], "when the first one must have ended"
+        assert "in about" not in lines[1], "nobody knows how long the next one takes"
+        assert "1 slot" in lines[0]
+        assert "8 slots, at most 16.00 slot hours" in (await run("jobs")).output
         assert "1/8" in (await run("servers")).output
 
         row = run_pb2.MetricsRow(step=3, values={"critic/score/mean": 0.25})

@@ -244,6 +244,7 @@ class Scheduler:
                 self._logs,
                 self._clock,
                 self.reconciler.wake,
+                settings.prices(),
             ),
             server,
         )
@@ -252,7 +253,8 @@ class Scheduler:
         )
         account_service_pb2_grpc.add_AccountServiceServicer_to_server(
             AccountServicer(
-                database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit, self._usage
+                *(database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit),
+                *(self._usage, settings.prices()),
             ),
             server,
         )

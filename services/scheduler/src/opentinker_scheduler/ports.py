@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from opentinker_kit.events import OutboxRow
 from opentinker_scheduler.account_ports import AccountRepository, AuditRepository
 from opentinker_scheduler.domain.admission import Model
-from opentinker_scheduler.domain.model import Assignment, Job, JobState, Server
+from opentinker_scheduler.domain.model import Assignment, Job, JobKind, JobState, Server
 from opentinker_scheduler.domain.records import (
     Artifact,
     Blob,
@@ -47,9 +47,13 @@ class JobRepository(Protocol):
         """Write a changed job; returned with its new revision. KeyError if there is none."""
         ...
 
-    def tell(self, job_id: str, position: int, reason: str) -> None:
-        """Say what a waiting job waits for, until it is saved. This is not kept over restarts: it is found
-        anew many times a second."""
+    def tell(self, job_id: str, position: int, reason: str, start: datetime | None = None) -> None:
+        """Say what a waiting job waits for, and until when if that is known, until it is saved. This is not
+        kept over restarts: it is found anew many times a second."""
+        ...
+
+    def held(self, number: int) -> Sequence[tuple[JobKind, float]]:
+        """How long the newest so many jobs held slots that have ended, with their kind."""
         ...
 
     def live(self) -> Sequence[Job]:

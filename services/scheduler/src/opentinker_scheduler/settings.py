@@ -17,6 +17,7 @@ from opentinker_scheduler.domain.admission import Offer
 from opentinker_scheduler.domain.floor import Limits
 from opentinker_scheduler.domain.jobs import CrashBudget
 from opentinker_scheduler.domain.model import ENGINES, Role
+from opentinker_scheduler.domain.prices import Prices
 from opentinker_scheduler.domain.shares import Rules, Tenants
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -140,6 +141,11 @@ class SchedulerSettings(ServerSettings):
     job_max_duration_s: float = Field(default=0.0, ge=0)
     """`max_duration` of jobs that ask for none, except detached ones; 0: no limit."""
 
+    price_per_slot_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Shown with jobs and usage, in whatever currency it is meant; no money is shown without prices."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The same for GPUs, which are counted by `engine_gpus`."""
+
     default_trainer_engine: str = "torch"
     default_inference_engine: str = ""
     """By default vllm where it is installed, else transformers."""
@@ -232,6 +238,9 @@ class SchedulerSettings(ServerSettings):
     def tenant_rules(self) -> Tenants:
         by_project = {project: tenant.rules() for project, tenant in self.tenants.items()}
         return Tenants(self.default_tenant.rules(), by_project)
+
+    def prices(self) -> Prices:
+        return Prices(self.price_per_slot_hour, self.price_per_gpu_hour)
 
     def default_engines(self) -> Mapping[Role, str]:
         return {

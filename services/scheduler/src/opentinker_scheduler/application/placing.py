@@ -6,6 +6,7 @@ from datetime import datetime, time
 from itertools import islice
 
 from opentinker_scheduler.application.changes import day_of, save_job
+from opentinker_scheduler.application.estimating import Estimates
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.floor import Capacity, Demand, Limits, Need
 from opentinker_scheduler.domain.model import (
@@ -61,6 +62,7 @@ class Placing:
         self._asked: dict[str, tuple[datetime, Demand]] = {}
         self._shapes: dict[tuple[SlotSpec, ...], int] = {}
         self._telling: Iterator[tuple[str, int, str]] = iter(())
+        self._estimates = Estimates()
 
     def place(self, tx: Transaction, attended: Collection[str], now: datetime) -> None:
         """Give slots to those who wait, and tell the others why they do."""
@@ -83,24 +85,33 @@ class Placing:
             yielding=any(job.state is JobState.PREEMPTED for job in jobs.values()),
             now=now.timestamp(),
         )
-        plan = make_plan(demands, _capacities(servers, assignments), cluster, new_id)
+        capacities = _capacities(servers, assignments)
+        plan = make_plan(demands, capacities, cluster, new_id)
         _write(tx, plan, jobs, self.terms.launcher_name, now)
-        self._tell(tx, plan)
+        self._tell(tx, plan, capacities, jobs, now)
 
-    def _tell(self, tx: Transaction, plan: Plan) -> None:
+    def _tell(
+        self,
+        tx: Transaction,
+        plan: Plan,
+        servers: Sequence[Capacity],
+        jobs: Mapping[str, Job],
+        now: datetime,
+    ) -> None:
         """Tell those who wait where they stand, some at a time: in a long queue a grant moves everyone."""
         told = 0
         for job_id, position, reason in self._telling:
             job = tx.jobs.find(job_id)
             # Since this was found out, it may have been placed.
             if job is not None and wants(job) and (position == 0 or job.state is JobState.QUEUED):
-                tx.jobs.tell(job_id, position, reason)
+                tx.jobs.tell(job_id, position, reason, self._estimates.of(job_id))
             told += 1
             if told >= _TELL_AT_ONCE:
                 return
+        self._estimates.look(tx, plan, servers, jobs, now)
         self._telling = plan.waiting()
         for job_id, position, reason in islice(self._telling, _TELL_AT_ONCE - told):
-            tx.jobs.tell(job_id, position, reason)
+            tx.jobs.tell(job_id, position, reason, self._estimates.of(job_id))
 
     def _candidates(self, placed: Iterable[Job], now: datetime) -> list[Candidate]:
         """Who may be asked to give way: jobs that run, not those whose servers are only starting."""

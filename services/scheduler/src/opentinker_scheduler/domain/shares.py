@@ -8,6 +8,7 @@ project who waits longest. A project's share is that of the resource of which it
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from opentinker_scheduler.domain.model import Cost, Role, SlotSpec
@@ -233,6 +234,16 @@ class FairOrder(Generic[W]):
 
 def _since(one: Waits) -> float:
     return one.since
+
+
+def first(waiting: Iterable[W], shares: Shares, number: int) -> list[W]:
+    """The first so many of these, if everyone before one got what it asks for."""
+    order = FairOrder(waiting, shares)
+    found: list[W] = []
+    for one in islice(order, number):
+        order.grant(one.project, one.cost)
+        found.append(one)
+    return found
 
 
 def positions(waiting: Iterable[Waits], shares: Shares) -> dict[str, int]:

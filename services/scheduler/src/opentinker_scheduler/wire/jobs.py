@@ -27,6 +27,8 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
+from opentinker_scheduler.domain.prices import HOUR_S, NO_PRICES, Prices
+from opentinker_scheduler.domain.shares import used
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.status import StatusData, encode
 from opentinkerapi.scheduler.v1 import job_pb2, server_registry_service_pb2
@@ -166,7 +168,7 @@ def write_options(options: ServerOptions, *, exclusive: bool = False) -> job_pb2
     )
 
 
-def write_job(job: Job) -> job_pb2.Job:
+def write_job(job: Job, prices: Prices = NO_PRICES) -> job_pb2.Job:
     result = job_pb2.Job(
         name=job.name,
         display_name=job.display_name,
@@ -184,7 +186,10 @@ def write_job(job: Job) -> job_pb2.Job:
         run=job.run,
         priority=job.priority,
         held_duration=duration(job.held_s),
+        cost=_write_cost(job, prices),
     )
+    if job.state is JobState.QUEUED and job.estimated_start_time is not None:
+        result.estimated_start_time.FromDatetime(job.estimated_start_time)
     for name, seconds in (("max_duration", job.max_duration_s), ("idle_limit", job.idle_limit_s)):
         if seconds > 0:
             getattr(result, name).CopyFrom(duration(seconds))
@@ -197,6 +202,18 @@ def write_job(job: Job) -> job_pb2.Job:
         result.end_time.FromDatetime(job.end_time)
     if job.error is not None:
         result.error.CopyFrom(encode(status_of(job.error)))
+    return result
+
+
+def _write_cost(job: Job, prices: Prices) -> job_pb2.JobCost:
+    hourly = prices.of(used(job.cost, HOUR_S))
+    result = job_pb2.JobCost(slots=job.cost.slots, gpus=job.cost.gpus, hourly_price=hourly)
+    if job.max_duration_s > 0:
+        at_most = used(job.cost, job.max_duration_s)
+        result.max_slot_hours = at_most.slot_seconds / HOUR_S
+        result.max_gpu_hours = at_most.gpu_seconds / HOUR_S
+        if (price := prices.of(at_most)) is not None:
+            result.max_price = price
     return result
 
 

@@ -109,13 +109,19 @@ class SqlJobs:
         self._live.put(job)
         return job
 
-    def tell(self, job_id: str, position: int, reason: str) -> None:
+    def tell(self, job_id: str, position: int, reason: str, start: datetime | None = None) -> None:
         job = self._live.find(job_id)
-        if job is None or (job.queue_position == position and job.state_reason == reason):
+        told = (position, reason, start)
+        if job is None or (job.queue_position, job.state_reason, job.estimated_start_time) == told:
             return
         self.told.add(job_id)
-        revision = job.revision + 1
-        self._live.put(replace(job, queue_position=position, state_reason=reason, revision=revision))
+        changed = replace(job, queue_position=position, state_reason=reason, estimated_start_time=start)
+        self._live.put(replace(changed, revision=job.revision + 1))
+
+    def held(self, number: int) -> Sequence[tuple[JobKind, float]]:
+        query = select(jobs.c.kind, jobs.c.held_s).where(jobs.c.end_time.is_not(None), jobs.c.held_s > 0)
+        rows = self._connection.execute(query.order_by(jobs.c.seq.desc()).limit(number))
+        return [(JobKind(row.kind), row.held_s) for row in rows]
 
     def live(self) -> Sequence[Job]:
         return sorted(self._live.all(), key=attrgetter("queue_time", "seq"))
