@@ -24,6 +24,7 @@ from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.domain.nodes import Node
+from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import Started
 from opentinker_scheduler.settings import SchedulerSettings, TenantSettings
 
@@ -41,9 +42,6 @@ class SayingLauncher:
 
     def __init__(self) -> None:
         self._started: dict[str, Started] = {}
-
-    def nodes(self) -> Sequence[Node]:
-        return ()
 
     async def start(self, server: Server) -> Started:
         if server.id not in self._started:
@@ -69,6 +67,9 @@ class SayingLauncher:
 
     def log_tail(self, server_id: str) -> str:
         return ""
+
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return None
 
     def close(self) -> None:
         """Nothing runs."""

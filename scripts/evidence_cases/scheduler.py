@@ -11,7 +11,8 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,16 +258,17 @@ def _spread(values: list[float]) -> dict[str, Any]:
     }
 
 
+def _part(name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(PARTS[name](Path(folder)))
+
+
 def run(progress: Progress) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "services" / "scheduler" / "tests"), os.environ.get("PYTHONPATH", "")]
     )
 
-    def part(work: Callable[[Path], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            return asyncio.run(work(Path(folder)))  # type: ignore[arg-type]
-
-    found = {name: progress.part(name, lambda work=work: part(work)) for name, work in PARTS.items()}
+    found = {name: progress.part(name, partial(_part, name)) for name in PARTS}
     within = (
         found["restart"]["whole_s"]["max"] <= RESTART_S
         and found["failover"]["failover_s"]["max"] <= FAILOVER_S
@@ -281,4 +283,8 @@ def run(progress: Progress) -> dict[str, Any]:
     }
 
 
-PARTS = {"restart": restart, "failover": failover, "dead_server": dead_server}
+PARTS: dict[str, Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]] = {
+    "restart": restart,
+    "failover": failover,
+    "dead_server": dead_server,
+}

@@ -122,6 +122,7 @@ _SCHEDULER: Mapping[str, Row] = {
     "RenewJobLease": Row(MEMBER, lambda w: jobs.RenewJobLeaseRequest(name=w.job), "JOB_NOT_FOUND"),
     "GetCluster": Row(VIEWER, lambda w: jobs.GetClusterRequest()),
     "ListServers": Row(VIEWER, lambda w: jobs.ListServersRequest()),
+    "ReadLogs": Row(VIEWER, lambda w: jobs.ReadLogsRequest(name=w.job), "JOB_NOT_FOUND"),
 }
 
 _REGISTRY: Mapping[str, Row] = {

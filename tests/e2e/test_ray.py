@@ -1,4 +1,4 @@
-"""`fit()` on a Ray cluster: two tenants at once, each with what it gets alone; ranks that are killed on a node."""
+"""`fit()` on a Ray cluster: two tenants at once, each with what it gets alone; a rank that is killed."""
 
 import json
 import os

@@ -1,6 +1,8 @@
 """The commands around jobs, against a real scheduler with simulated servers."""
 
 import asyncio
+import contextlib
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -8,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from typer.testing import CliRunner
 
 from opentinker.cli.app import app
 from opentinker_kit.files import make_key_file
+from opentinker_kit.processes import free_port
 from opentinker_kit.settings import read_secret
 from opentinker_kit.testing.waiting import wait_until
 from opentinker_scheduler.bootstrap import Scheduler
@@ -39,14 +43,13 @@ class OneModel:
         return [MODEL]
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, str]]:
-    """Address and bootstrap key of a scheduler that starts one server at most, a simulated one."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE_SERVERS), os.environ.get("PYTHONPATH", "")]))
-    keys = {f"{name}_key_file": make_key_file(tmp_path / f"{name}.key") for name in ("bootstrap", "service")}
-    settings = SchedulerSettings(
+def settings_in(folder: Path, **more: Any) -> SchedulerSettings:
+    """Of a scheduler that starts one server at most, a simulated one."""
+    keys = {f"{name}_key_file": make_key_file(folder / f"{name}.key") for name in ("bootstrap", "service")}
+    return SchedulerSettings(
         **keys,
-        state_dir=tmp_path,
+        **more,
+        state_dir=folder,
         server_modules={"trainer": "fake_server"},
         server_settings={"trainer": {"server_settings_role": "trainer", "behavior": "normal"}},
         max_servers=1,
@@ -54,9 +57,19 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         stop_grace_s=0.5,
         drain_s=1.0,
     )
-    scheduler = Scheduler(settings, models=OneModel())
+
+
+@pytest.fixture(autouse=True)
+def fake_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE_SERVERS), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[tuple[str, str]]:
+    """Address and bootstrap key of a scheduler."""
+    scheduler = Scheduler(settings_in(tmp_path), models=OneModel())
     port = await scheduler.start()
-    yield f"127.0.0.1:{port}", read_secret(keys["bootstrap_key_file"])
+    yield f"127.0.0.1:{port}", read_secret(tmp_path / "bootstrap.key")
     await scheduler.server.drain()
     await scheduler.run()
 
@@ -96,7 +109,7 @@ async def test_a_job_from_the_queue_to_its_end(cluster: tuple[str, str], run: Ru
             answer = await stub.CreateJob(pb.CreateJobRequest(request_id=name, job=spec))
             return str(answer.job.name)
 
-        first = await create("first", exclusive=True)
+        first = await create("first", exclusive=True, max_duration=Duration(seconds=7200))
 
         async def runs_now() -> bool:
             found = await stub.GetJob(pb.GetJobRequest(name=first))
@@ -117,6 +130,10 @@ async def test_a_job_from_the_queue_to_its_end(cluster: tuple[str, str], run: Ru
         lines = [line for line in queued.output.splitlines() if "number-" in line]
         assert ["number-0" in lines[0], "number-1" in lines[1]] == [True, True], queued.output
         assert "waiting for 1 trainer slot" in queued.output
+        assert "in about 11" in lines[0], "when the first one must have ended"
+        assert "in about" not in lines[1], "nobody knows how long the next one takes"
+        assert "1 slot" in lines[0]
+        assert "8 slots, at most 16.00 slot hours" in (await run("jobs")).output
         assert "1/8" in (await run("servers")).output
 
         row = run_pb2.MetricsRow(step=3, values={"critic/score/mean": 0.25})
@@ -150,3 +167,74 @@ async def test_unknown_states_and_jobs_are_said(run: Run) -> None:
     assert "'asleep' is none of queued" in str(done.exception)
     done = await run("attach", "jobs/none")
     assert "jobs/none" in str(done.exception)
+
+
+def write(path: Path, *lines: str) -> None:
+    with path.open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+async def test_logs_are_followed_over_a_restart_of_the_scheduler(tmp_path: Path) -> None:
+    port = free_port()
+    settings = settings_in(tmp_path, listen_port=port, stop_servers_on_exit=False)
+    scheduler = Scheduler(settings, models=OneModel())
+    await scheduler.start()
+    address, key = f"127.0.0.1:{port}", read_secret(tmp_path / "bootstrap.key")
+    where = ("--address", address, "--key", key)
+    async with open_channel(address, key=key) as channel:
+        stub = SchedulerServiceStub(channel)
+        options = job_pb2.ServerOptions(engine="noop")
+        slot = job_pb2.SlotSpec(role=job_pb2.SLOT_ROLE_TRAINER, base_model=MODEL, options=options)
+        spec = job_pb2.Job(kind=job_pb2.JOB_KIND_LORA_RL, slots=[slot])
+        job = (await stub.CreateJob(pb.CreateJobRequest(request_id="j", job=spec))).job.name
+
+        async def shows(*words: str) -> bool:
+            shown = await logs()
+            return all(word in shown for word in words)
+
+        async def logs(*more: str) -> str:
+            argv = ["logs", job.removeprefix("jobs/"), *more, *where]
+            done = await asyncio.to_thread(CliRunner().invoke, app, argv)
+            assert done.exit_code == 0, done.output
+            # What the scheduler in this process logs meanwhile goes to the same place.
+            return "".join(line for line in done.output.splitlines(True) if " [" not in line[:24])
+
+        await wait_until(lambda: shows("RUNNING (attempt 1)", "slot ready"), 60, what="it runs")
+        (server,) = (await stub.ListServers(pb.ListServersRequest())).servers
+        path = Path(server.log_path)
+        what = {"event": "a\x1b[2Jstep", "level": "info", "job": job, "loss": 0.5, "note": "so so"}
+        write(path, json.dumps({**what, "timestamp": "2099-01-01T01:02:03Z"}), "not about a job")
+        (last,) = (await logs("--lines", "1")).splitlines()
+        short = server.name.removeprefix("servers/")[:8]
+        told = f'info    a\\x1b[2Jstep job={job} loss=0.5 note="so so"'
+        assert last == f"2099-01-01 01:02:03 trainer {short}   {told}"
+        assert "scheduler          QUEUED" in await logs()
+        assert "not about a job" not in await logs()
+        assert "not about a job" in await logs("--all", "--server", server.name)
+
+        code = "from opentinker.cli import main; main()"
+        following = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, "logs", job, "-f", "--lines", "0", *where),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert following.stdout is not None
+        seen: list[str] = []
+        while not any("step 1" in line for line in seen):
+            # Until it follows, it begins behind this.
+            write(path, json.dumps({"job": job, "event": "step 1"}))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    seen.append((await following.stdout.readline()).decode())
+        await scheduler.server.drain()
+        await scheduler.run()
+        write(path, json.dumps({"job": job, "event": "step 2"}))
+        scheduler = Scheduler(settings, models=OneModel())
+        await scheduler.start()
+        await stub.CancelJob(pb.CancelJobRequest(name=job, request_id="c"), wait_for_ready=True)
+        rest, _ = await following.communicate()
+        assert following.returncode == 0
+        assert rest.decode().count("step 2") == 1, rest
+        assert "CANCELLED" in rest.decode()
+        assert "slot released" in rest.decode()
+    await scheduler.server.drain()
+    await scheduler.run()

@@ -17,6 +17,7 @@ from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.cluster import Cluster
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.logs import Logs
 from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Load, Registration, Registry
@@ -32,6 +33,7 @@ from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Assignment, AssignmentState, Role, Server
 from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.shares import Tenants
+from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import Started, Transaction
 from opentinker_scheduler.servicers.jobs import SchedulerServicer
 from opentinkerapi.events.v1 import event_pb2
@@ -206,6 +208,9 @@ class Machines:
     def log_tail(self, server_id: str) -> str:
         return ""
 
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return None
+
     def close(self) -> None:
         self.on_exit = lambda server_id, code: None
 
@@ -246,6 +251,7 @@ class Core:
             cluster,
             self.registry,
             leases,
+            Logs(database, machines),
             clock,
             wake,
         )

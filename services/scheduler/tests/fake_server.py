@@ -8,6 +8,7 @@
   never_ready       registers, never loads
   failure:TEXT      registers and says that it cannot load
   refuse            answers every assignment with FAILED
+  trains:N          says of every job that is assigned to it that it trained on N tokens
 It starts a child that sleeps, as a server does with its engine, and writes what it was told to `told.jsonl`.
 """
 
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from opentinker_kit.lifeline import exit_at_eof
+from opentinker_kit.logging import configure_logging
+from opentinker_kit.metering import TokenMeter
 from opentinker_kit.registration import Announcement, Assignment, Registration
 from opentinker_kit.settings import ServerSettings
 from opentinkerapi.scheduler.v1 import job_pb2
@@ -28,8 +31,9 @@ from opentinkerapi.scheduler.v1 import job_pb2
 class Handler:
     """Writes down what the scheduler says."""
 
-    def __init__(self, folder: Path, behavior: str, stop: asyncio.Event) -> None:
+    def __init__(self, folder: Path, behavior: str, stop: asyncio.Event, meter: TokenMeter) -> None:
         self._path = folder / "told.jsonl"
+        self._meter = meter
         self._behavior = behavior
         self._stop = stop
 
@@ -46,6 +50,8 @@ class Handler:
         )
         if self._behavior == "refuse":
             raise RuntimeError("the policy cannot be restored")
+        if self._behavior.startswith("trains:"):
+            self._meter.trained(assignment.job, int(self._behavior.partition(":")[2]))
 
     async def release(self, assignment: str, job: str) -> None:
         self._tell(release=assignment, job=job)
@@ -62,6 +68,7 @@ async def serve(values: dict[str, Any]) -> int:
     behavior = values.get("behavior", "normal")
     names = set(ServerSettings.model_fields)
     settings = ServerSettings(**{key: value for key, value in values.items() if key in names})
+    configure_logging(settings, "fake")
     folder = settings.state_dir
     if settings.lifeline_fd is not None:
         exit_at_eof(settings.lifeline_fd)
@@ -83,8 +90,10 @@ async def serve(values: dict[str, Any]) -> int:
         pid=os.getpid(),
         server_id=values["server_id"],
     )
+    meter = TokenMeter()
+    handler = Handler(folder, behavior, stop, meter)
     registration = Registration(
-        settings, announcement, Handler(folder, behavior, stop), on_lost=stop.set, lost_after_s=10.0
+        settings, announcement, handler, on_lost=stop.set, lost_after_s=10.0, meter=meter
     )
     registration.start()
     if kind == "failure":

@@ -1,25 +1,26 @@
 """Priorities, quotas, limits and reservations through the whole service."""
 
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from services.scheduler.tests.projects import Projects, create_for
 
-from opentinker_kit.auth import AuthPolicy, Kind, Principal
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.settings import read_secret
 from opentinker_kit.testing import wait_until
+from opentinker_scheduler.application import estimating, usage
 from opentinker_scheduler.bootstrap import access_table
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
 from opentinkerapi.runtime.errors import OpenTinkerError, QuotaExceeded, from_rpc_error, from_status_data
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.status import decode
+from opentinkerapi.scheduler.v1 import account_service_pb2 as accounts_pb
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
+from opentinkerapi.scheduler.v1.account_service_pb2_grpc import AccountServiceStub
 
 QUEUED, RUNNING, FAILED = (
     job_pb2.JOB_STATE_QUEUED,
@@ -111,6 +112,101 @@ async def test_gpu_seconds_of_a_day(start_rig: Any) -> None:
     assert not job.HasField("grant_time")
 
 
+async def test_tokens_of_a_day(start_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_EVERY_S", 0.1)
+    clock = ManualClock()
+    rig = await start_rig({"clock": clock}, "trains:600", default_tenant={"max_tokens_a_day": 1000})
+    first = await rig.create_job()
+    await rig.until(first.name, RUNNING)
+    second = await rig.create_job()
+    # Below the quota the next one still starts, and what runs goes on over it.
+    await rig.until(second.name, RUNNING)
+    await wait_until(lambda: _tokens(rig, 1200), what="both are counted")
+    third = await rig.create_job()
+    await says(rig, third, "waiting for its quota: project default used 1200 tokens", "max_tokens_a_day=1000")
+    await says(rig, third, "00:00 UTC")
+    assert (await rig.job(third.name)).state == QUEUED
+    assert [(await rig.job(job.name)).state for job in (first, second)] == [RUNNING, RUNNING]
+    await clock.advance(86400.0)
+    for job in (first, second, third):
+        await rig.renew(job.name)
+    await rig.until(third.name, RUNNING)
+
+
+async def _tokens(rig: Any, number: int) -> bool:
+    answer = await AccountServiceStub(rig.channel()).ListUsage(accounts_pb.ListUsageRequest())
+    return sum(row.tokens_trained for row in answer.usage) == number
+
+
+async def test_a_waiting_job_says_when_it_is_expected_to_start(
+    start_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimating, "_RECENT_S", 0.0)
+    rig = await start_rig(max_servers=1, trainer_slots=1)
+    first = await rig.create_job(max_duration=Duration(seconds=3600))
+    first = await rig.until(first.name, RUNNING)
+    assert not first.HasField("estimated_start_time")
+    second, third = await rig.create_job(), await rig.create_job()
+    at_the_latest = first.grant_time.seconds + 3600
+    await wait_until(lambda: _expects(rig, second, at_the_latest), what="it starts when the first must end")
+    # The second has no limit, and nothing is known of such jobs.
+    await says(rig, third, "1 job ahead")
+    assert not (await rig.job(third.name)).HasField("estimated_start_time")
+    await cancel(rig, first)
+    second = await rig.until(second.name, RUNNING)
+    assert not second.HasField("estimated_start_time")
+    await cancel(rig, second)
+    third = await rig.until(third.name, RUNNING)
+    # Five that ended say how long a sixth will take.
+    waiting = third
+    for _ in range(4):
+        last, waiting = waiting, await rig.create_job()
+        await cancel(rig, last)
+        waiting = await rig.until(waiting.name, RUNNING)
+    await cancel(rig, waiting)
+    longer = await rig.create_job(max_duration=Duration(seconds=1800))
+    longer = await rig.until(longer.name, RUNNING)
+    one, two = await rig.create_job(), await rig.create_job()
+    await wait_until(lambda: _expects(rig, one, longer.grant_time.seconds + 1800), 30, what="by its limit")
+    # The second of them waits for the first too, which will take as long as those before.
+    await wait_until(lambda: _expects(rig, two, longer.grant_time.seconds + 1800), what="by the past")
+
+
+async def _expects(rig: Any, job: job_pb2.Job, seconds: int) -> bool:
+    job = await rig.job(job.name)
+    return job.HasField("estimated_start_time") and abs(job.estimated_start_time.seconds - seconds) < 60
+
+
+async def test_what_a_job_takes_and_costs(start_rig: Any, make_slot: Any) -> None:
+    clock = ManualClock()
+    settings: dict[str, Any] = {"engine_gpus": {"noop": 4}, "trainer_slots": 8}
+    rig = await start_rig({"clock": clock}, **settings, price_per_gpu_hour=3.0, price_per_slot_hour=0.5)
+    job = await rig.create_job(make_slot(count=2), max_duration=Duration(seconds=5400))
+    assert (job.cost.slots, job.cost.gpus) == (2.0, 1.0)
+    assert (job.cost.max_slot_hours, job.cost.max_gpu_hours) == (3.0, 1.5)
+    assert (job.cost.hourly_price, job.cost.max_price) == (4.0, 6.0)
+    unlimited = (await rig.create_job()).cost
+    assert unlimited.hourly_price == 2.0
+    assert [unlimited.HasField(name) for name in ("max_slot_hours", "max_gpu_hours", "max_price")] == [
+        False
+    ] * 3
+    await rig.until(job.name, RUNNING)
+    await clock.advance(1800.0)
+    await cancel(rig, job)
+    asked = accounts_pb.ListUsageRequest(group=accounts_pb.USAGE_GROUP_JOB)
+    rows = {row.job: row for row in (await AccountServiceStub(rig.channel()).ListUsage(asked)).usage}
+    assert rows[job.name].price == pytest.approx(2.0, rel=0.05)
+
+
+async def test_without_prices_no_money_is_shown(rig: Any) -> None:
+    job = await rig.create_job(max_duration=Duration(seconds=3600))
+    assert (job.cost.slots, job.cost.max_slot_hours) == (1.0, 1.0)
+    assert not any(job.cost.HasField(name) for name in ("hourly_price", "max_price"))
+    await rig.until(job.name, RUNNING)
+    (row,) = (await AccountServiceStub(rig.channel()).ListUsage(accounts_pb.ListUsageRequest())).usage
+    assert not row.HasField("price")
+
+
 async def test_a_time_limit_ends_a_job_and_frees_its_slots(start_rig: Any, make_job: Any) -> None:
     rig = await start_rig(max_servers=1, trainer_slots=1)
     job = await rig.create_job(max_duration=Duration(seconds=1))
@@ -199,22 +295,6 @@ async def test_a_job_gives_way_and_goes_on_where_it_was(start_rig: Any, make_slo
     await cancel(rig, urgent)
     again = await rig.until(humble.name, RUNNING)
     assert again.attempt == 2
-
-
-class Projects(AuthPolicy):
-    """The usual keys. Whose call it is, a header says; without it, that of one who sees everything."""
-
-    async def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
-        pairs = list(metadata)
-        principal = await super().identify(method, pairs)
-        project = dict(pairs).get("x-project")
-        return Principal(Kind.SERVICE) if project is None else replace(principal, project=str(project))
-
-
-async def create_for(rig: Any, project: str, job: job_pb2.Job) -> str:
-    request = pb.CreateJobRequest(request_id=rig.request_id(), job=job)
-    response = await rig.jobs.CreateJob(request, metadata=(("x-project", project),))
-    return str(response.job.name)
 
 
 async def test_projects_hold_by_weight_however_many_jobs_they_queue(

@@ -141,6 +141,16 @@ def test_a_quota_is_named() -> None:
     assert over_quota("q", Cost(1.0, 0.5), shares, Cost()) == ""
 
 
+def test_a_quota_on_tokens_is_for_jobs_of_any_cost() -> None:
+    tenants = Tenants(Rules(max_tokens_a_day=1000), {"free": Rules()})
+    shares = Shares(tenants, tokens={"p": 1000, "q": 999, "free": 10**12})
+    says = "project p used 1000 tokens of its quota max_tokens_a_day=1000"
+    assert says in over_quota("p", Cost(1.0), shares, Cost())
+    assert over_quota("q", Cost(1.0), shares, Cost()) == over_quota("free", Cost(1.0), shares, Cost()) == ""
+    assert tenants.meters_tokens
+    assert not tenants.meters_gpus
+
+
 @pytest.mark.parametrize(
     ("cost", "priority", "jobs", "field", "says"),
     [

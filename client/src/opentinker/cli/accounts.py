@@ -193,6 +193,7 @@ def usage(
     """Show what a project used: slots, GPUs, tokens trained and sampled. Days are UTC."""
     with running_cluster(state_dir, address, key) as cluster:
         found = cluster.wait(Accounts(cluster.control).usage(project, limit, by_job=jobs))
+    priced = any(row.HasField("price") for row in found)
     rows = [
         (
             row.job or row.date,
@@ -200,11 +201,12 @@ def usage(
             f"{row.gpu_hours:,.2f}",
             f"{row.tokens_trained:,}",
             f"{row.tokens_sampled:,}",
+            *([f"{row.price:,.2f}"] if priced else []),
         )
         for row in found
     ]
     titles = ("job" if jobs else "day", "slot hours", "GPU hours", "tokens trained", "tokens sampled")
-    show(titles, rows, "nothing was used yet")
+    show((*titles, "price") if priced else titles, rows, "nothing was used yet")
 
 
 def whoami(state_dir: StateDir = None, address: Address = None, key: Key = None) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli import accounts, certificates, jobs, serving
+from opentinker.cli import accounts, certificates, jobs, logs, serving
 from opentinker.connection import stack
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
@@ -31,6 +31,7 @@ app.add_typer(jobs.jobs_app, name="jobs")
 app.command()(jobs.queue)
 app.command()(jobs.servers)
 app.command()(jobs.attach)
+app.command()(logs.logs)
 app.command()(certificates.certs)
 
 StateDir = Annotated[

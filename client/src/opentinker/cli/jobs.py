@@ -81,11 +81,14 @@ def queue(state_dir: StateDir = None, address: Address = None, key: Key = None) 
             *_named(job)[:3],
             str(job.priority),
             _ago(job, "create_time"),
+            _starts(job),
+            takes(job.cost),
             job.state_reason,
         )
         for job in found
     ]
-    show(("place", "job", "name", "kind", "priority", "made", "waits for"), rows, "nobody waits")
+    titles = ("place", "job", "name", "kind", "priority", "made", "starts", "takes", "waits for")
+    show(titles, rows, "nobody waits")
 
 
 def servers(
@@ -169,12 +172,15 @@ def show_jobs(found: Iterable[job_pb2.Job]) -> None:
             *_named(job),
             str(job.attempt),
             _ago(job, "create_time"),
+            _starts(job) or _ago(job, "start_time"),
+            takes(job.cost),
             job.run,
             job.error.message or job.state_reason or job.outcome_message,
         )
         for job in found
     ]
-    show(("job", "name", "kind", "state", "attempt", "made", "run", "why"), rows, "no jobs")
+    titles = ("job", "name", "kind", "state", "attempt", "made", "starts", "takes", "run", "why")
+    show(titles, rows, "no jobs")
 
 
 def show_servers(found: Iterable[job_pb2.Server]) -> None:
@@ -230,8 +236,34 @@ def _ago(job: job_pb2.Job, field: str) -> str:
     if not job.HasField(field):  # type: ignore[arg-type]  # names of fields, not known by their literals
         return ""
     time: datetime = getattr(job, field).ToDatetime(UTC)
-    seconds = max(0, int((datetime.now(UTC) - time).total_seconds()))
+    return f"{_long((datetime.now(UTC) - time).total_seconds())} ago"
+
+
+def _starts(job: job_pb2.Job) -> str:
+    """In how long a waiting job is expected to start, where that is known."""
+    if not job.HasField("estimated_start_time"):
+        return ""
+    left = job.estimated_start_time.ToDatetime(UTC) - datetime.now(UTC)
+    return f"in about {_long(left.total_seconds())}" if left.total_seconds() >= 1 else "soon"
+
+
+def _long(seconds: float) -> str:
+    whole = max(0, int(seconds))
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+        if whole >= 2 * size:
+            return f"{whole // size} {unit}"
+    return f"{whole} s"
+
+
+def takes(cost: job_pb2.JobCost) -> str:
+    """What a job takes from others, and what that costs where the cluster has prices."""
+    words = [f"{cost.slots:.4g} {'slot' if cost.slots == 1 else 'slots'}"]
+    if cost.gpus:
+        words.append(f"{cost.gpus:.4g} {'GPU' if cost.gpus == 1 else 'GPUs'}")
+    if cost.HasField("max_slot_hours"):
+        hours = cost.max_gpu_hours or cost.max_slot_hours
+        words.append(f"at most {hours:,.2f} {'GPU' if cost.max_gpu_hours else 'slot'} hours")
+    if cost.HasField("hourly_price"):
+        at_most = f", at most {cost.max_price:,.2f}" if cost.HasField("max_price") else ""
+        words.append(f"price {cost.hourly_price:,.2f} an hour{at_most}")
+    return ", ".join(words)

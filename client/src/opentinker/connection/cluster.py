@@ -26,7 +26,7 @@ from opentinker.connection.specs import policy_jobs
 from opentinker.training.policy import Policy
 from opentinker.training.results import Version
 from opentinker.training.tuning import JobOptions, LoRA, ServerOptions, Tuning
-from opentinkerapi.scheduler.v1 import job_pb2, scheduler_service_pb2
+from opentinkerapi.scheduler.v1 import job_pb2, log_pb2, scheduler_service_pb2
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from opentinkerapi.trainer.v1 import trainer_service_pb2
 from opentinkerapi.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -199,6 +199,16 @@ class Cluster:
         from opentinker.connection.project_jobs import ProjectJobs
 
         return Pending.of(self.portal, ProjectJobs(self.control).servers())
+
+    def logs(self, job: str, *, tail_lines: int | None = None) -> Pending[list[log_pb2.LogLine]]:
+        """What became of a job and what its servers wrote about it, in order of time; `tail_lines`: only so
+        many of the last. `opentinker logs -f` follows it."""
+        from opentinker.connection.project_jobs import ProjectJobs
+
+        async def read() -> list[log_pb2.LogLine]:
+            return [line async for line in ProjectJobs(self.control).logs(job, tail_lines=tail_lines)]
+
+        return Pending.of(self.portal, read())
 
     def wait(self, awaitable: Awaitable[T]) -> T:
         """Block until something awaitable ends: the way from plain code to anything asynchronous here."""

@@ -10,9 +10,10 @@ import grpc.aio
 from opentinker import errors
 from opentinker.connection.calls import PAUSE_S, ControlPlane, stream
 from opentinker.connection.jobs import FINAL
+from opentinker.connection.logs import read_logs
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
 from opentinkerapi.run.v1.run_service_pb2_grpc import RunServiceStub
-from opentinkerapi.scheduler.v1 import job_pb2
+from opentinkerapi.scheduler.v1 import job_pb2, log_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
 from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -59,6 +60,25 @@ class ProjectJobs:
             token = page.next_page_token
             if not token:
                 return found
+
+    def logs(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        tail_lines: int | None = None,
+        server: str = "",
+        all_lines: bool = False,
+    ) -> AsyncIterator[log_pb2.LogLine]:
+        """What became of a job and what its servers wrote about it, in order of time, across restarts of
+        servers and scheduler; with `follow` also what comes, until the job has ended. `tail_lines`: begin
+        with so many of the last. Who runs the cluster may ask for all lines of the job's servers, and name
+        a server instead.
+        """
+        request = pb.ReadLogsRequest(
+            name=full_name(name), server=server, follow=follow, tail_lines=tail_lines, all_lines=all_lines
+        )
+        return read_logs(self._control, request)
 
     async def cancel(self, name: str) -> job_pb2.Job:
         """End a job without an outcome."""

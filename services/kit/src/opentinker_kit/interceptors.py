@@ -135,7 +135,7 @@ class _Call:
         except Exception:
             error_id = new_error_id()
             failure, outcome = internal_error(error_id), "INTERNAL"
-            log.exception("call failed unexpectedly", error_id=error_id)
+            log.exception("call failed unexpectedly", error_id=error_id, **self._for_job())
         finally:
             seconds = time.perf_counter() - start
             self._log(outcome, failure, seconds)
@@ -165,10 +165,15 @@ class _Call:
 
     def _log(self, outcome: str, failure: ServiceError | None, seconds: float) -> None:
         fields: dict[str, object] = {"outcome": str(outcome), "ms": round(seconds * 1000, 1)}
+        fields |= self._for_job()
         if failure is not None:
             log.info("call", message=failure.message, **fields)
         elif not self.method.startswith(_QUIET):
             log.debug("call", **fields)
+
+    def _for_job(self) -> dict[str, str]:
+        """The job that the call is for. Not bound to all of its lines: what it sets going may be shared."""
+        return {"job": self._principal.job} if self._principal.job else {}
 
     def _tell(self, outcome: str, context: Any, seconds: float) -> None:
         if self._observer is not None:

@@ -1,7 +1,13 @@
-"""Logs: one JSON object a line on standard error, with the ids of the call that a line belongs to."""
+"""Logs: one JSON object a line on standard error, with the ids of the call that a line belongs to.
+
+A line with `job` is shown to who owns that job, and no other line of a server is. So it names a job only
+where everything in it is that job's; what is shared, an engine that died, names none.
+"""
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import structlog
@@ -47,3 +53,13 @@ def configure(level: str = "INFO", *, as_json: bool = True, **names: str) -> Non
     )
     logging.basicConfig(level=max(number, logging.INFO), handlers=[handler], force=True)
     structlog.contextvars.bind_contextvars(**{key: value for key, value in names.items() if value})
+
+
+@contextmanager
+def about(job: str) -> Iterator[None]:
+    """Lines that are logged within are about a job, `jobs/{job}`; with an empty name about none.
+
+    Tasks that are started within stay about it: only for work that is the job's own.
+    """
+    with structlog.contextvars.bound_contextvars(job=job) if job else nullcontext():
+        yield

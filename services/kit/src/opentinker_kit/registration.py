@@ -17,6 +17,7 @@ import grpc.aio
 import structlog
 
 from opentinker_kit.clock import Clock, SystemClock
+from opentinker_kit.logging import about
 from opentinker_kit.metering import TokenMeter
 from opentinker_kit.settings import ServerSettings
 from opentinkerapi.runtime.channels import open_channel
@@ -285,18 +286,23 @@ class Registration:
 
     async def _assign(self, given: Assignment) -> None:
         try:
-            await self._handler.assign(given)
+            with about(given.job):
+                await self._handler.assign(given)
         except Exception as error:  # whatever it is, the scheduler must hear of it
             _log.exception("assignment_failed", assignment=given.assignment, job=given.job)
             self._report(given.assignment, server_registry_service_pb2.ASSIGNMENT_STATE_FAILED, str(error))
         else:
+            _log.info("slot ready", job=given.job, assignment=given.assignment, attempt=given.attempt)
             self._report(given.assignment, server_registry_service_pb2.ASSIGNMENT_STATE_READY)
 
     async def _release(self, release: server_registry_service_pb2.Release) -> None:
         try:
-            await self._handler.release(release.assignment, release.job)
+            with about(release.job):
+                await self._handler.release(release.assignment, release.job)
         except Exception:  # it is given up either way
             _log.exception("release_failed", assignment=release.assignment, job=release.job)
+        else:
+            _log.info("slot released", job=release.job, assignment=release.assignment)
         self._report(release.assignment, server_registry_service_pb2.ASSIGNMENT_STATE_RELEASED)
 
     def _report(

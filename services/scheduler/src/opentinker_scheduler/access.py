@@ -26,7 +26,7 @@ SERVICES = (
 )
 
 _READS = """
-    GetJob ListJobs WatchJob GetCluster ListServers
+    GetJob ListJobs WatchJob GetCluster ListServers ReadLogs
     GetCaller ListProjects ListMembers ListApiKeys ListTokenKeys ListUsage
     GetPolicy ListPolicies GetVersion ListVersions GetCheckpoint ListCheckpoints ExportWeights
     GetDeployment ListDeployments ResolveModel

@@ -39,6 +39,7 @@ from opentinker_scheduler.application.deployments import Deployments
 from opentinker_scheduler.application.exports import Exports
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.logs import Logs
 from opentinker_scheduler.application.placing import Placing, Terms
 from opentinker_scheduler.application.reconciler import Reconciler
 from opentinker_scheduler.application.registry import Registry
@@ -132,6 +133,7 @@ class Scheduler:
         self._relay = OutboxRelay(SqlOutboxSource(self.database), self._bus)
         self.launcher = launcher or self._launcher()
         self._placing = Placing(_terms(settings, self.launcher))
+        self._logs = Logs(self.database, self.launcher)
         self.reconciler = Reconciler(
             self.database,
             self.launcher,
@@ -249,8 +251,10 @@ class Scheduler:
                 self._cluster,
                 self._registry,
                 self._leases,
+                self._logs,
                 self._clock,
                 self.reconciler.wake,
+                settings.prices(),
             ),
             server,
         )
@@ -259,7 +263,8 @@ class Scheduler:
         )
         account_service_pb2_grpc.add_AccountServiceServicer_to_server(
             AccountServicer(
-                database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit, self._usage
+                *(database, answers, Accounts(self._clock), self._keys, self._tokens, self._audit),
+                *(self._usage, settings.prices()),
             ),
             server,
         )
@@ -350,6 +355,7 @@ class Scheduler:
 
     async def _drain(self) -> None:
         self._watchers.close()
+        self._logs.close()
         for task in self._tasks:
             if task.get_name() == "reconciler":
                 task.cancel()

@@ -27,7 +27,6 @@ def server_settings(
             "scheduler_address_file",
             "lifeline_fd",
             "log_level",
-            "log_json",
             "traces_endpoint",
             "traces_file",
             "model_roots",

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from opentinker_kit.events import OutboxRow
 from opentinker_scheduler.account_ports import AccountRepository, AuditRepository
 from opentinker_scheduler.domain.admission import Model
-from opentinker_scheduler.domain.model import Assignment, Job, JobState, Server
+from opentinker_scheduler.domain.model import Assignment, Job, JobKind, JobState, Server
 from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.records import (
     Artifact,
@@ -29,6 +29,7 @@ from opentinker_scheduler.domain.records import (
     Run,
     Version,
 )
+from opentinker_scheduler.log_ports import HistoryRepository, LogPart
 from opentinker_scheduler.usage_ports import UsageRepository
 
 T = TypeVar("T")
@@ -47,9 +48,13 @@ class JobRepository(Protocol):
         """Write a changed job; returned with its new revision. KeyError if there is none."""
         ...
 
-    def tell(self, job_id: str, position: int, reason: str) -> None:
-        """Say what a waiting job waits for, until it is saved. This is not kept over restarts: it is found
-        anew many times a second."""
+    def tell(self, job_id: str, position: int, reason: str, start: datetime | None = None) -> None:
+        """Say what a waiting job waits for, and until when if that is known, until it is saved. This is not
+        kept over restarts: it is found anew many times a second."""
+        ...
+
+    def held(self, number: int) -> Sequence[tuple[JobKind, float]]:
+        """How long the newest so many jobs held slots that have ended, with their kind."""
         ...
 
     def live(self) -> Sequence[Job]:
@@ -112,6 +117,10 @@ class AssignmentRepository(Protocol):
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         """Those of a server that have not ended."""
+        ...
+
+    def servers_of(self, job_id: str) -> Sequence[str]:
+        """Ids of all servers that ever gave a job a slot, the first one first."""
         ...
 
 
@@ -292,6 +301,8 @@ class Transaction(Protocol):
     @property
     def assignments(self) -> AssignmentRepository: ...
     @property
+    def history(self) -> HistoryRepository: ...
+    @property
     def usage(self) -> UsageRepository: ...
     @property
     def catalog(self) -> CatalogRepository: ...
@@ -378,7 +389,12 @@ class Launcher(Protocol):
         ...
 
     def log_tail(self, server_id: str) -> str:
-        """The last lines of a server's log."""
+        """The last lines of a server's log, without those about one job: every job on it is told."""
+        ...
+
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        """A server's log from a byte on, at most `limit` bytes of it. None where no log of it is kept: not
+        yet, no more, or never, as its operator keeps it elsewhere."""
         ...
 
     def close(self) -> None:

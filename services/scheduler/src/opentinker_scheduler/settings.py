@@ -17,6 +17,7 @@ from opentinker_scheduler.domain.admission import Offer
 from opentinker_scheduler.domain.jobs import CrashBudget
 from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import ENGINES, Role, ServerOptions, SlotSpec
+from opentinker_scheduler.domain.prices import Prices
 from opentinker_scheduler.domain.shares import Rules, Tenants
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -70,6 +71,8 @@ class TenantSettings(BaseModel):
     """GPUs that its jobs hold at once; a slot counts as its part of the GPUs of its server."""
     max_gpu_seconds_a_day: float | None = Field(default=None, ge=0)
     """GPU-seconds in a UTC day, after which no more of its jobs start that day; those that run go on."""
+    max_tokens_a_day: int | None = Field(default=None, ge=0)
+    """Tokens trained and sampled in a UTC day, likewise."""
 
     def rules(self) -> Rules:
         return Rules(**self.model_dump())
@@ -188,6 +191,11 @@ class SchedulerSettings(ServerSettings):
     """For how long a job keeps its slots at least before it is asked to."""
     job_max_duration_s: float = Field(default=0.0, ge=0)
     """`max_duration` of jobs that ask for none, except detached ones; 0: no limit."""
+
+    price_per_slot_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Shown with jobs and usage, in whatever currency it is meant; no money is shown without prices."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The same for GPUs, which are counted by `engine_gpus`."""
 
     default_trainer_engine: str = "torch"
     default_inference_engine: str = ""
@@ -315,6 +323,9 @@ class SchedulerSettings(ServerSettings):
     def tenant_rules(self) -> Tenants:
         by_project = {project: tenant.rules() for project, tenant in self.tenants.items()}
         return Tenants(self.default_tenant.rules(), by_project)
+
+    def prices(self) -> Prices:
+        return Prices(self.price_per_slot_hour, self.price_per_gpu_hour)
 
     def default_engines(self) -> Mapping[Role, str]:
         return {

@@ -265,6 +265,7 @@ class Usage(_message.Message):
     GPU_HOURS_FIELD_NUMBER: _builtins.int
     TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
     TOKENS_SAMPLED_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
     project: _builtins.str
     """"projects/{project}"."""
     date: _builtins.str
@@ -279,6 +280,8 @@ class Usage(_message.Message):
     """Tokens of samples in ForwardBackward and Forward operations."""
     tokens_sampled: _builtins.int
     """Tokens of completions."""
+    price: _builtins.float
+    """What the slots and GPUs cost at the prices of today; unset where the cluster has none."""
     def __init__(
         self,
         *,
@@ -289,11 +292,14 @@ class Usage(_message.Message):
         gpu_hours: _builtins.float = ...,
         tokens_trained: _builtins.int = ...,
         tokens_sampled: _builtins.int = ...,
+        price: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price", b"_price", "price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["date", b"date", "gpu_hours", b"gpu_hours", "job", b"job", "project", b"project", "slot_hours", b"slot_hours", "tokens_sampled", b"tokens_sampled", "tokens_trained", b"tokens_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price", b"_price", "date", b"date", "gpu_hours", b"gpu_hours", "job", b"job", "price", b"price", "project", b"project", "slot_hours", b"slot_hours", "tokens_sampled", b"tokens_sampled", "tokens_trained", b"tokens_trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__price: _TypeAlias = _typing.Literal["price"]  # noqa: Y015
+    _WhichOneofArgType__price: _TypeAlias = _typing.Literal["_price", b"_price"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__price) -> _WhichOneofReturnType__price | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015

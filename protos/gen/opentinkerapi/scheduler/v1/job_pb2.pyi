@@ -267,6 +267,8 @@ class Job(_message.Message):
     IDLE_LIMIT_FIELD_NUMBER: _builtins.int
     HELD_DURATION_FIELD_NUMBER: _builtins.int
     GRANT_TIME_FIELD_NUMBER: _builtins.int
+    ESTIMATED_START_TIME_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"jobs/{job}", made by the server."""
     display_name: _builtins.str
@@ -335,6 +337,14 @@ class Job(_message.Message):
     def grant_time(self) -> _timestamp_pb2.Timestamp:
         """When it got the slots that it holds."""
 
+    @_builtins.property
+    def estimated_start_time(self) -> _timestamp_pb2.Timestamp:
+        """While QUEUED: when it is expected to start, by the limits of the jobs that hold slots and by how long jobs of their kind held theirs lately. Later if others come in between. Unset where nobody can say, and for jobs far back in the queue."""
+
+    @_builtins.property
+    def cost(self) -> Global___JobCost:
+        """What it takes from others."""
+
     def __init__(
         self,
         *,
@@ -361,14 +371,73 @@ class Job(_message.Message):
         idle_limit: _duration_pb2.Duration | None = ...,
         held_duration: _duration_pb2.Duration | None = ...,
         grant_time: _timestamp_pb2.Timestamp | None = ...,
+        estimated_start_time: _timestamp_pb2.Timestamp | None = ...,
+        cost: Global___JobCost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "error", b"error", "grant_time", b"grant_time", "held_duration", b"held_duration", "idle_limit", b"idle_limit", "lease_ttl", b"lease_ttl", "max_duration", b"max_duration", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "create_time", b"create_time", "end_time", b"end_time", "error", b"error", "estimated_start_time", b"estimated_start_time", "grant_time", b"grant_time", "held_duration", b"held_duration", "idle_limit", b"idle_limit", "lease_ttl", b"lease_ttl", "max_duration", b"max_duration", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "error", b"error", "grant_time", b"grant_time", "held_duration", b"held_duration", "idle_limit", b"idle_limit", "kind", b"kind", "labels", b"labels", "lease_ttl", b"lease_ttl", "max_duration", b"max_duration", "name", b"name", "on_client_loss", b"on_client_loss", "outcome_message", b"outcome_message", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "run", b"run", "slots", b"slots", "start_time", b"start_time", "state", b"state", "state_reason", b"state_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cost", b"cost", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "error", b"error", "estimated_start_time", b"estimated_start_time", "grant_time", b"grant_time", "held_duration", b"held_duration", "idle_limit", b"idle_limit", "kind", b"kind", "labels", b"labels", "lease_ttl", b"lease_ttl", "max_duration", b"max_duration", "name", b"name", "on_client_loss", b"on_client_loss", "outcome_message", b"outcome_message", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "run", b"run", "slots", b"slots", "start_time", b"start_time", "state", b"state", "state_reason", b"state_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
+class JobCost(_message.Message):
+    """JobCost is what a job takes from others, and at most."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    MAX_SLOT_HOURS_FIELD_NUMBER: _builtins.int
+    MAX_GPU_HOURS_FIELD_NUMBER: _builtins.int
+    HOURLY_PRICE_FIELD_NUMBER: _builtins.int
+    MAX_PRICE_FIELD_NUMBER: _builtins.int
+    slots: _builtins.float
+    """Slots that it holds while it is placed; an exclusive one counts as all of its server."""
+    gpus: _builtins.float
+    """GPUs that it holds meanwhile; a slot counts as its part of its server's."""
+    max_slot_hours: _builtins.float
+    """Slots times the hours of its max_duration; unset without one."""
+    max_gpu_hours: _builtins.float
+    """GPUs times the hours of its max_duration; unset without one."""
+    hourly_price: _builtins.float
+    """What an hour with these slots costs; unset where the cluster has no prices."""
+    max_price: _builtins.float
+    """What its max_duration costs; unset without one, or without prices."""
+    def __init__(
+        self,
+        *,
+        slots: _builtins.float = ...,
+        gpus: _builtins.float = ...,
+        max_slot_hours: _builtins.float | None = ...,
+        max_gpu_hours: _builtins.float | None = ...,
+        hourly_price: _builtins.float | None = ...,
+        max_price: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hourly_price", b"_hourly_price", "_max_gpu_hours", b"_max_gpu_hours", "_max_price", b"_max_price", "_max_slot_hours", b"_max_slot_hours", "hourly_price", b"hourly_price", "max_gpu_hours", b"max_gpu_hours", "max_price", b"max_price", "max_slot_hours", b"max_slot_hours"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hourly_price", b"_hourly_price", "_max_gpu_hours", b"_max_gpu_hours", "_max_price", b"_max_price", "_max_slot_hours", b"_max_slot_hours", "gpus", b"gpus", "hourly_price", b"hourly_price", "max_gpu_hours", b"max_gpu_hours", "max_price", b"max_price", "max_slot_hours", b"max_slot_hours", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hourly_price: _TypeAlias = _typing.Literal["hourly_price"]  # noqa: Y015
+    _WhichOneofArgType__hourly_price: _TypeAlias = _typing.Literal["_hourly_price", b"_hourly_price"]  # noqa: Y015
+    _WhichOneofReturnType__max_gpu_hours: _TypeAlias = _typing.Literal["max_gpu_hours"]  # noqa: Y015
+    _WhichOneofArgType__max_gpu_hours: _TypeAlias = _typing.Literal["_max_gpu_hours", b"_max_gpu_hours"]  # noqa: Y015
+    _WhichOneofReturnType__max_price: _TypeAlias = _typing.Literal["max_price"]  # noqa: Y015
+    _WhichOneofArgType__max_price: _TypeAlias = _typing.Literal["_max_price", b"_max_price"]  # noqa: Y015
+    _WhichOneofReturnType__max_slot_hours: _TypeAlias = _typing.Literal["max_slot_hours"]  # noqa: Y015
+    _WhichOneofArgType__max_slot_hours: _TypeAlias = _typing.Literal["_max_slot_hours", b"_max_slot_hours"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hourly_price) -> _WhichOneofReturnType__hourly_price | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_gpu_hours) -> _WhichOneofReturnType__max_gpu_hours | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_price) -> _WhichOneofReturnType__max_price | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_slot_hours) -> _WhichOneofReturnType__max_slot_hours | None: ...
+
+Global___JobCost: _TypeAlias = JobCost  # noqa: Y015
 
 @_typing.final
 class SlotSpec(_message.Message):

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from opentinkerapi.scheduler.v1 import job_pb2 as _job_pb2
+from opentinkerapi.scheduler.v1 import log_pb2 as _log_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -664,3 +665,75 @@ class ListServersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListServersResponse: _TypeAlias = ListServersResponse  # noqa: Y015
+
+@_typing.final
+class ReadLogsRequest(_message.Message):
+    """ReadLogsRequest names a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    TAIL_LINES_FIELD_NUMBER: _builtins.int
+    ALL_LINES_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"jobs/{job}"; for admins of the cluster also "servers/{server}"."""
+    server: _builtins.str
+    """Of a job, only lines of this server, "servers/{server}"."""
+    follow: _builtins.bool
+    """Go on with what is written from now on, until the job is final and its slots are free, or the server has ended."""
+    tail_lines: _builtins.int
+    """Begin with so many of the last lines, looked for in the last 4 MiB of each server's log; at most 10000. Default: all that are kept."""
+    all_lines: _builtins.bool
+    """Of a job, all lines of its servers, whatever they are about. For admins of the cluster, who may then name a job of any project."""
+    cursor: _builtins.str
+    """From a response to the same request: go on behind it. tail_lines then has no effect."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        server: _builtins.str = ...,
+        follow: _builtins.bool = ...,
+        tail_lines: _builtins.int | None = ...,
+        all_lines: _builtins.bool = ...,
+        cursor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tail_lines", b"_tail_lines", "tail_lines", b"tail_lines"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail_lines", b"_tail_lines", "all_lines", b"all_lines", "cursor", b"cursor", "follow", b"follow", "name", b"name", "server", b"server", "tail_lines", b"tail_lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tail_lines: _TypeAlias = _typing.Literal["tail_lines"]  # noqa: Y015
+    _WhichOneofArgType__tail_lines: _TypeAlias = _typing.Literal["_tail_lines", b"_tail_lines"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tail_lines) -> _WhichOneofReturnType__tail_lines | None: ...
+
+Global___ReadLogsRequest: _TypeAlias = ReadLogsRequest  # noqa: Y015
+
+@_typing.final
+class ReadLogsResponse(_message.Message):
+    """ReadLogsResponse is some lines more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """Where they end."""
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[_log_pb2.LogLine]:
+        """The lines."""
+
+    def __init__(
+        self,
+        *,
+        lines: _abc.Iterable[_log_pb2.LogLine] | None = ...,
+        cursor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogsResponse: _TypeAlias = ReadLogsResponse  # noqa: Y015

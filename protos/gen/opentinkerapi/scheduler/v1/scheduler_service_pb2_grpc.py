@@ -90,6 +90,11 @@ class SchedulerServiceStub(object):
                 request_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListServersRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListServersResponse.FromString,
                 _registered_method=True)
+        self.ReadLogs = channel.unary_stream(
+                '/opentinkerapi.scheduler.v1.SchedulerService/ReadLogs',
+                request_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ReadLogsRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ReadLogsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -195,6 +200,15 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadLogs(self, request, context):
+        """ReadLogs streams the log of a job: what became of it, and what its servers wrote about it; or all that a server wrote. In order of time.
+        Errors: JOB_NOT_FOUND, SERVER_NOT_FOUND, PERMISSION_DENIED, UNSUPPORTED_OPTION, INVALID_FIELD, INVALID_PAGE_TOKEN, DRAINING.
+        Retry: safe with the cursor of the last response.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -252,6 +266,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ListServers,
                     request_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListServersRequest.FromString,
                     response_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListServersResponse.SerializeToString,
+            ),
+            'ReadLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLogs,
+                    request_deserializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ReadLogsRequest.FromString,
+                    response_serializer=opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ReadLogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -552,6 +571,33 @@ class SchedulerService(object):
             '/opentinkerapi.scheduler.v1.SchedulerService/ListServers',
             opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListServersRequest.SerializeToString,
             opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListServersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/opentinkerapi.scheduler.v1.SchedulerService/ReadLogs',
+            opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ReadLogsRequest.SerializeToString,
+            opentinkerapi_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ReadLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,11 @@ class SchedulerServiceStub:
     Errors: INVALID_PAGE_TOKEN.
     Retry: safe.
     """
+    ReadLogs: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.ReadLogsRequest, _scheduler_service_pb2.ReadLogsResponse]
+    """ReadLogs streams the log of a job: what became of it, and what its servers wrote about it; or all that a server wrote. In order of time.
+    Errors: JOB_NOT_FOUND, SERVER_NOT_FOUND, PERMISSION_DENIED, UNSUPPORTED_OPTION, INVALID_FIELD, INVALID_PAGE_TOKEN, DRAINING.
+    Retry: safe with the cursor of the last response.
+    """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """SchedulerService leases capacity to jobs."""
@@ -194,6 +199,17 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """ListServers lists servers, newest first.
         Errors: INVALID_PAGE_TOKEN.
         Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadLogs(
+        self,
+        request: _scheduler_service_pb2.ReadLogsRequest,
+        context: _aio.ServicerContext[_scheduler_service_pb2.ReadLogsRequest, _abc.AsyncIterator[_scheduler_service_pb2.ReadLogsResponse]],
+    ) -> _abc.AsyncIterator[_scheduler_service_pb2.ReadLogsResponse]:
+        """ReadLogs streams the log of a job: what became of it, and what its servers wrote about it; or all that a server wrote. In order of time.
+        Errors: JOB_NOT_FOUND, SERVER_NOT_FOUND, PERMISSION_DENIED, UNSUPPORTED_OPTION, INVALID_FIELD, INVALID_PAGE_TOKEN, DRAINING.
+        Retry: safe with the cursor of the last response.
         """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _aio.Server) -> None: ...

@@ -268,7 +268,8 @@ class InferenceDomain:
         except asyncio.CancelledError:
             error = ServiceError(Reason.CANCELLED, "the request was cancelled")
         except Exception:
-            log.exception("a request failed unexpectedly", request_id=call.spec.request_id)
+            request_id = call.spec.request_id
+            log.exception("a request failed unexpectedly", request_id=request_id, job=owner_of(request_id))
             error = ServiceError(Reason.INTERNAL)
         call.finish(self._clock.monotonic(), error)
         self.tally.ended(call, before)

@@ -92,14 +92,15 @@ class NodeAgent:
             self._kill_group()
         return {"code": code, "tail": self._tail()}
 
-    async def read_log(self, offset: int, limit: int) -> bytes:
-        """Part of the log."""
+    async def read_log(self, offset: int, limit: int) -> tuple[bytes, int]:
+        """Some of the log, and how long it is by now."""
         try:
             with (self._folder / LOG).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
                 file.seek(offset)
-                return file.read(limit)
+                return file.read(limit), size
         except OSError:
-            return b""
+            return b"", 0
 
     async def stop(self, grace_s: float) -> None:
         """End the process and its group: asked at first, forced after `grace_s`."""

@@ -19,8 +19,10 @@ import structlog
 
 from opentinker_kit.files import write_json
 from opentinker_kit.settings import ServerSettings
+from opentinker_scheduler.domain.logs import about_nobody
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.domain.nodes import Node, id_of
+from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
@@ -155,6 +157,9 @@ class ProcessLauncher:
     def log_tail(self, server_id: str) -> str:
         return tail(self._recipe.directory / server_id / LOG)
 
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return await asyncio.to_thread(read_part, self._recipe.directory / server_id / LOG, offset, limit)
+
     def close(self) -> None:
         for process in self._processes.values():
             self._unwatch(process)
@@ -162,7 +167,7 @@ class ProcessLauncher:
         self._devices.clear()
 
     def _spawn(self, server: Server, folder: Path) -> subprocess.Popen[bytes]:
-        self._forget_old_folders()
+        forget_old_folders(self._recipe.directory, self._processes)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / SETTINGS
         settings = dict(self._recipe.settings_for(server, folder))
@@ -187,14 +192,6 @@ class ProcessLauncher:
         ids = ",".join(map(id_of, server.devices))
         # ROCm reads both names. ROCR_VISIBLE_DEVICES is left as it is: HIP counts among what that one leaves.
         return {"CUDA_VISIBLE_DEVICES": ids, "HIP_VISIBLE_DEVICES": ids}
-
-    def _forget_old_folders(self) -> None:
-        """Remove what ended servers left behind, except for the newest."""
-        if not self._recipe.directory.is_dir():
-            return
-        folders = [item for item in self._recipe.directory.iterdir() if item.name not in self._processes]
-        for folder in sorted(folders, key=_modified)[:-_KEPT_FOLDERS]:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _watch(self, server_id: str, started: Started, child: subprocess.Popen[bytes] | None) -> None:
         process = _Process(started, os.pidfd_open(started.pid), child)
@@ -262,12 +259,24 @@ class StaticLauncher:
     def log_tail(self, server_id: str) -> str:
         return ""
 
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        return None
+
     def close(self) -> None:
         return None
 
 
+def forget_old_folders(directory: Path, live: Collection[str]) -> None:
+    """Remove what ended servers left behind, except for the newest."""
+    if not directory.is_dir():
+        return
+    folders = [item for item in directory.iterdir() if item.name not in live]
+    for folder in sorted(folders, key=_modified)[:-_KEPT_FOLDERS]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def tail(path: Path) -> str:
-    """The last lines of a log; empty if there is none."""
+    """The last lines of a log, without those about one job; empty if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -279,7 +288,17 @@ def tail(path: Path) -> str:
 
 def last_lines(text: str) -> str:
     """What is shown of the end of a log."""
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARS:]
+    return "\n".join([*about_nobody(text.splitlines())][-_TAIL_LINES:])[-_TAIL_CHARS:]
+
+
+def read_part(path: Path, offset: int, limit: int) -> LogPart | None:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(offset)
+            return LogPart(file.read(limit), size)
+    except OSError:
+        return None
 
 
 def environment(settings: Collection[str]) -> dict[str, str]:

@@ -14,10 +14,17 @@ from typing import Any, TypeVar
 
 import structlog
 
-from opentinker_scheduler.adapters.processes import environment_names, last_lines
+from opentinker_scheduler.adapters.processes import (
+    LOG,
+    environment_names,
+    forget_old_folders,
+    last_lines,
+    read_part,
+)
 from opentinker_scheduler.adapters.ray_cluster import Bundle, RayActor, RayCluster, RayLost
 from opentinker_scheduler.domain.model import Role, Server
 from opentinker_scheduler.domain.nodes import Node
+from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
@@ -28,6 +35,7 @@ _ANSWER_S = 20.0
 _PLACED_EVERY_S = 0.5
 _STOP_SLACK_S = 10.0
 _KEPT_TAILS = 64
+_FETCH_S, _FETCH_BYTES, _MAX_LOG = 10.0, 1 << 20, 64 << 20
 _KEY = "rank.key"
 
 T = TypeVar("T")
@@ -151,6 +159,16 @@ class RayLauncher:
     def log_tail(self, server_id: str) -> str:
         group = self._groups.get(server_id)
         return last_lines(group.tail if group is not None else self._tails.get(server_id, ""))
+
+    async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
+        group = self._groups.get(server_id)
+        if group is None:
+            return await asyncio.to_thread(read_part, self._kept_log(server_id), offset, limit)
+        try:
+            data, size = await _within(group.agents[0].call("read_log", offset, limit), _ANSWER_S)
+        except RayLost:
+            return None
+        return LogPart(data, size)
 
     def close(self) -> None:
         if self._looking is not None:
@@ -280,15 +298,27 @@ class RayLauncher:
             if task is not current:
                 task.cancel()
         log.info("ended", server=server_id, exit_code=code)
-        await asyncio.to_thread(self._keep_log, server_id, group.tail)
         self._on_exit(server_id, code)
+        await self._keep_log(server_id, group)
         await self._remove(server_id)
 
-    def _keep_log(self, server_id: str, text: str) -> None:
-        folder = self._recipe.directory / server_id
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (folder / "server.log").write_text(text)
+    async def _keep_log(self, server_id: str, group: _Group) -> None:
+        """Bring a server's log here: its node, or its folder there, may be gone when somebody asks for it."""
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                while (at := sum(map(len, parts))) < _MAX_LOG:
+                    data, _ = await group.agents[0].call("read_log", at, _FETCH_BYTES)
+                    if not data:
+                        break
+                    parts.append(data)
+        except (RayLost, TimeoutError):
+            log.info("the log of a server is kept in part", server=server_id)
+        path = self._kept_log(server_id)
+        await asyncio.to_thread(_write_log, path, b"".join(parts) or group.tail.encode())
+
+    def _kept_log(self, server_id: str) -> Path:
+        return self._recipe.directory / server_id / LOG
 
     async def _remove(self, server_id: str) -> None:
         try:
@@ -299,6 +329,13 @@ class RayLauncher:
 
 def _ranks(server: Server) -> int:
     return max(1, server.options.ranks) if server.role is Role.TRAINER else 1
+
+
+def _write_log(path: Path, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        forget_old_folders(path.parent.parent, ())
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_bytes(data)
 
 
 async def _within(answer: Awaitable[T], seconds: float) -> T:

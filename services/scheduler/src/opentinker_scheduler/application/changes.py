@@ -45,6 +45,7 @@ def job_of(tx: Transaction, name: str, scope: str | None = None) -> Job:
 def add_job(tx: Transaction, job: Job, now: datetime) -> Job:
     """Record a new job."""
     job = tx.jobs.add(job)
+    tx.history.add(job, now)
     _announce(tx, job, now)
     return job
 
@@ -60,6 +61,8 @@ def save_job(tx: Transaction, before: Job, after: Job, now: datetime) -> Job:
         # So that it is among the jobs that used something from its first second on.
         tx.usage.add(after, day_of(now), Used())
     after = tx.jobs.save(after)
+    if (after.state, after.attempt) != (before.state, before.attempt):
+        tx.history.add(after, now)
     if after.state is not before.state:
         _announce(tx, after, now)
         if not after.state.placed:

@@ -29,30 +29,31 @@ def read_int(method: str, scope: str, token: str) -> int | None:
     cursor = _read(method, scope, token)
     if cursor is None or (isinstance(cursor, int) and abs(cursor) < _TOO_LARGE):
         return cursor
-    raise _invalid(method)
+    raise invalid_token(method)
 
 
-def read_text(method: str, scope: str, token: str) -> str | None:
+def read_text(method: str, scope: str, token: str, *, field: str = "page_token") -> str | None:
     """Where the page begins, by name; None for the first."""
-    cursor = _read(method, scope, token)
+    cursor = _read(method, scope, token, field)
     if cursor is None or isinstance(cursor, str):
         return cursor
-    raise _invalid(method)
+    raise invalid_token(method, field)
 
 
-def _read(method: str, scope: str, token: str) -> int | str | None:
+def _read(method: str, scope: str, token: str, field: str = "page_token") -> int | str | None:
     if not token:
         return None
     try:
         padded = token + "=" * (-len(token) % 4)
         made_by, made_for, cursor = json.loads(base64.urlsafe_b64decode(padded.encode()))
     except (ValueError, TypeError):
-        raise _invalid(method) from None
+        raise invalid_token(method, field) from None
     if made_by != method or made_for != scope or not isinstance(cursor, int | str):
-        raise _invalid(method)
+        raise invalid_token(method, field)
     return cursor
 
 
-def _invalid(method: str) -> ServiceError:
-    text = f"page_token was not made by {method} with these arguments; leave it empty for the first page"
-    return ServiceError(Reason.INVALID_PAGE_TOKEN, text, field="page_token")
+def invalid_token(method: str, field: str = "page_token") -> ServiceError:
+    """What a token is refused with that says nothing to a method."""
+    text = f"{field} was not made by {method} with these arguments; leave it empty to begin anew"
+    return ServiceError(Reason.INVALID_PAGE_TOKEN, text, field=field)

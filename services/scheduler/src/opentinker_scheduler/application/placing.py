@@ -6,6 +6,7 @@ from datetime import datetime, time
 from itertools import islice
 
 from opentinker_scheduler.application.changes import day_of, save_job
+from opentinker_scheduler.application.estimating import Estimates
 from opentinker_scheduler.application.warm import WarmServers, key_of
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.floor import Capacity, Demand, Need
@@ -65,6 +66,7 @@ class Placing:
         self._asked: dict[str, tuple[datetime, Demand]] = {}
         self._shapes: dict[tuple[SlotSpec, ...], int] = {}
         self._telling: Iterator[tuple[str, int, str]] = iter(())
+        self._estimates = Estimates()
 
     def place(self, tx: Transaction, attended: Collection[str], nodes: Sequence[Node], now: datetime) -> None:
         """Give slots to those who wait, and tell the others why they do."""
@@ -95,25 +97,34 @@ class Placing:
             lacking=lacking,
         )
         surplus = self.warm.surplus(servers)
-        plan = make_plan(demands, _capacities(servers, assignments, surplus), cluster, new_id)
+        capacities = _capacities(servers, assignments, surplus)
+        plan = make_plan(demands, capacities, cluster, new_id)
         _write(tx, plan, jobs, self.terms.launcher_name, now)
         self.warm.started(plan.launches)
-        self._tell(tx, plan)
+        self._tell(tx, plan, capacities, jobs, now)
 
-    def _tell(self, tx: Transaction, plan: Plan) -> None:
+    def _tell(
+        self,
+        tx: Transaction,
+        plan: Plan,
+        servers: Sequence[Capacity],
+        jobs: Mapping[str, Job],
+        now: datetime,
+    ) -> None:
         """Tell those who wait where they stand, some at a time: in a long queue a grant moves everyone."""
         told = 0
         for job_id, position, reason in self._telling:
             job = tx.jobs.find(job_id)
             # Since this was found out, it may have been placed.
             if job is not None and wants(job) and (position == 0 or job.state is JobState.QUEUED):
-                tx.jobs.tell(job_id, position, reason)
+                tx.jobs.tell(job_id, position, reason, self._estimates.of(job_id))
             told += 1
             if told >= _TELL_AT_ONCE:
                 return
+        self._estimates.look(tx, plan, servers, jobs, now)
         self._telling = plan.waiting()
         for job_id, position, reason in islice(self._telling, _TELL_AT_ONCE - told):
-            tx.jobs.tell(job_id, position, reason)
+            tx.jobs.tell(job_id, position, reason, self._estimates.of(job_id))
 
     def _candidates(self, placed: Iterable[Job], now: datetime) -> list[Candidate]:
         """Who may be asked to give way: jobs that run, not those whose servers are only starting."""
@@ -145,14 +156,17 @@ class Placing:
         else:
             gpus = sum(limits.gpus_of(server.role, server.options) for server in there)
         spent: dict[str, float] = {}
+        metered = tenants.meters_gpus or tenants.meters_tokens
+        today = tx.usage.of_day(day_of(now)) if metered else {}
+        tokens = {project: used.tokens_trained + used.tokens_sampled for project, used in today.items()}
         if tenants.meters_gpus:
-            spent = {project: used.gpu_seconds for project, used in tx.usage.of_day(day_of(now)).items()}
+            spent = {project: used.gpu_seconds for project, used in today.items()}
             midnight = datetime.combine(now.date(), time(), now.tzinfo)
             for job in placed:
                 since = max(job.grant_time or now, midnight)
                 seconds = max(0.0, (now - since).total_seconds())
                 spent[job.project] = spent.get(job.project, 0.0) + job.cost_gpus * seconds
-        return Shares(tenants, Cost(float(slots), float(gpus)), held, spent)
+        return Shares(tenants, Cost(float(slots), float(gpus)), held, spent, tokens)
 
     def _demands(
         self,

@@ -47,7 +47,7 @@ def move(job: Job, state: JobState, *, reason: str, verb: str) -> Job:
             f"{job.name} is {job.state.upper()} and cannot {verb}",
             metadata={"job": job.name, "state": job.state.upper()},
         )
-    return replace(job, state=state, state_reason=reason, queue_position=0)
+    return replace(job, state=state, state_reason=reason, queue_position=0, estimated_start_time=None)
 
 
 def granted(job: Job) -> Job:

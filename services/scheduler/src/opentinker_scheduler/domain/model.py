@@ -148,6 +148,8 @@ class Job:
     display_name: str = ""
     state_reason: str = ""
     queue_position: int = 0
+    estimated_start_time: datetime | None = None
+    """When a waiting one is expected to start, where that can be said; like the position not kept."""
     attempt: int = 0
     error: Failure | None = None
     on_client_loss: OnClientLoss = OnClientLoss.PAUSE

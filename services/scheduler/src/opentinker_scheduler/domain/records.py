@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from opentinker_scheduler.domain.model import SlotSpec, Tuning
+from opentinker_scheduler.domain.model import JobState, SlotSpec, Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,17 @@ class Deployment:
     @property
     def name(self) -> str:
         return f"deployments/{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """Where a job stood from some time on."""
+
+    seq: int
+    time: datetime
+    state: JobState
+    reason: str
+    attempt: int
 
 
 class RunState(StrEnum):

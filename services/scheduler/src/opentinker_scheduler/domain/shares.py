@@ -8,6 +8,7 @@ project who waits longest. A project's share is that of the resource of which it
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from opentinker_scheduler.domain.model import Cost, Role, SlotSpec
@@ -49,6 +50,8 @@ class Rules:
     max_slots: int | None = None
     max_gpus: float | None = None
     max_gpu_seconds_a_day: float | None = None
+    max_tokens_a_day: int | None = None
+    """Trained and sampled ones together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,11 @@ class Tenants:
             rules.max_gpu_seconds_a_day is not None for rules in (self.default, *self.by_project.values())
         )
 
+    @property
+    def meters_tokens(self) -> bool:
+        """Whether any project's tokens are limited."""
+        return any(rules.max_tokens_a_day is not None for rules in (self.default, *self.by_project.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -79,6 +87,8 @@ class Shares:
     """By project."""
     gpu_seconds: Mapping[str, float] = field(default_factory=dict)
     """By project, used today."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """By project, trained and sampled today."""
 
 
 EVEN = Shares()
@@ -134,10 +144,15 @@ def over_quota(project: str, cost: Cost, shares: Shares, held: Cost) -> str:
     limit, spent = rules.max_gpu_seconds_a_day, shares.gpu_seconds.get(project, 0.0)
     if limit is not None and cost.gpus > 0 and spent >= limit:
         used = f"{_number(spent)} of its quota max_gpu_seconds_a_day={_number(limit)}"
-        return f"project {project} used {used}; the next day begins at 00:00 UTC"
+        return f"project {project} used {used}; {_NEXT_DAY}"
+    most, tokens = rules.max_tokens_a_day, shares.tokens.get(project, 0)
+    if most is not None and tokens >= most:
+        used = f"{tokens} tokens of its quota max_tokens_a_day={most}"
+        return f"project {project} used {used}; {_NEXT_DAY}"
     return ""
 
 
+_NEXT_DAY = "the next day begins at 00:00 UTC"
 _EPSILON = 1e-9
 """Slack for sums of fractions of a GPU."""
 
@@ -219,6 +234,16 @@ class FairOrder(Generic[W]):
 
 def _since(one: Waits) -> float:
     return one.since
+
+
+def first(waiting: Iterable[W], shares: Shares, number: int) -> list[W]:
+    """The first so many of these, if everyone before one got what it asks for."""
+    order = FairOrder(waiting, shares)
+    found: list[W] = []
+    for one in islice(order, number):
+        order.grant(one.project, one.cost)
+        found.append(one)
+    return found
 
 
 def positions(waiting: Iterable[Waits], shares: Shares) -> dict[str, int]:

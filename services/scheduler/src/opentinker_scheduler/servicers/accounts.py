@@ -1,6 +1,7 @@
 """AccountService: users, projects, members, keys, the audit log."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -13,6 +14,7 @@ from opentinker_scheduler.application.audit import AuditLog
 from opentinker_scheduler.application.pages import make_token, page_size, read_int, read_text
 from opentinker_scheduler.application.tokens import JobTokens
 from opentinker_scheduler.application.usage import Usage
+from opentinker_scheduler.domain.prices import Prices
 from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.wire import accounts as wire
 from opentinkerapi.runtime.reasons import Reason
@@ -34,6 +36,7 @@ class AccountServicer(AccountServiceServicer):
         tokens: JobTokens,
         audit: AuditLog,
         usage: Usage,
+        prices: Prices,
     ) -> None:
         self._database = database
         self._answers = answers
@@ -42,6 +45,7 @@ class AccountServicer(AccountServiceServicer):
         self._tokens = tokens
         self._audit = audit
         self._usage = usage
+        self._prices = prices
 
     async def GetCaller(self, request: pb.GetCallerRequest, context: Any) -> pb.GetCallerResponse:
         return wire.write_caller(current_principal())
@@ -163,7 +167,7 @@ class AccountServicer(AccountServiceServicer):
 
     async def ListUsage(self, request: pb.ListUsageRequest, context: Any) -> pb.ListUsageResponse:
         who, size = current_principal(), page_size(request.page_size)
-        by_job = wire.is_by_job(request.group)
+        by_job, write = wire.is_by_job(request.group), partial(wire.write_usage, prices=self._prices)
         # What servers said a moment ago, too.
         await self._usage.take_in()
 
@@ -174,12 +178,12 @@ class AccountServicer(AccountServiceServicer):
                 last = read_int("ListUsage", scope, request.page_token)
                 jobs = self._usage.jobs(tx, project, last, size + 1)
                 token = make_token("ListUsage", scope, jobs[size - 1][0]) if len(jobs) > size else ""
-                rows = [wire.write_usage(project, used, job=job) for _, job, used in jobs[:size]]
+                rows = [write(project, used, job=job) for _, job, used in jobs[:size]]
             else:
                 before = read_text("ListUsage", scope, request.page_token)
                 days = self._usage.days(tx, project, before, size + 1)
                 token = make_token("ListUsage", scope, days[size - 1][0]) if len(days) > size else ""
-                rows = [wire.write_usage(project, used, day=day) for day, used in days[:size]]
+                rows = [write(project, used, day=day) for day, used in days[:size]]
             return pb.ListUsageResponse(usage=rows, next_page_token=token)
 
         return await self._database.run(read)

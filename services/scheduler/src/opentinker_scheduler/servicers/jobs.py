@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from opentinker_kit.auth import Access, current_principal
@@ -12,12 +13,15 @@ from opentinker_scheduler.application.changes import job_of
 from opentinker_scheduler.application.cluster import Cluster
 from opentinker_scheduler.application.jobs import Jobs
 from opentinker_scheduler.application.leases import Leases
+from opentinker_scheduler.application.logs import Logs
 from opentinker_scheduler.application.pages import make_token, page_size, read_int
 from opentinker_scheduler.application.registry import Registry
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.domain.model import Job, JobState
+from opentinker_scheduler.domain.prices import NO_PRICES, Prices
 from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.wire import jobs as wire
+from opentinker_scheduler.wire import logs as log_wire
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
@@ -36,8 +40,10 @@ class SchedulerServicer(SchedulerServiceServicer):
         cluster: Cluster,
         registry: Registry,
         leases: Leases,
+        logs: Logs,
         clock: Clock,
         wake: Callable[[], None],
+        prices: Prices = NO_PRICES,
     ) -> None:
         self._database = database
         self._answers = answers
@@ -46,15 +52,17 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._cluster = cluster
         self._registry = registry
         self._leases = leases
+        self._logs = logs
         self._clock = clock
         self._wake = wake
+        self._write = partial(wire.write_job, prices=prices)
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:
         new = await self._jobs.admit(wire.read_new_job(request.job))
         project = current_principal().project
 
         def create(tx: Transaction) -> pb.CreateJobResponse:
-            return pb.CreateJobResponse(job=wire.write_job(self._jobs.create(tx, new, project)))
+            return pb.CreateJobResponse(job=self._write(self._jobs.create(tx, new, project)))
 
         response = await self._answers.once(request, pb.CreateJobResponse, create)
         job = await self._heard(response.job)
@@ -65,7 +73,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
         scope = current_principal().scope
         job = await self._database.run(lambda tx: job_of(tx, request.name, scope))
-        return pb.GetJobResponse(job=wire.write_job(job))
+        return pb.GetJobResponse(job=self._write(job))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         states = {wire.read_enum(wire.STATES, state, "states", "job state") for state in request.states}
@@ -73,7 +81,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         before, scope = read_int("ListJobs", asked, request.page_token), current_principal().scope
         found = await self._database.run(lambda tx: tx.jobs.page(before, size + 1, states, scope))
         token = make_token("ListJobs", asked, found[size - 1].seq) if len(found) > size else ""
-        return pb.ListJobsResponse(jobs=map(wire.write_job, found[:size]), next_page_token=token)
+        return pb.ListJobsResponse(jobs=map(self._write, found[:size]), next_page_token=token)
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.WatchJobResponse]:
         principal = current_principal()
@@ -81,7 +89,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             # Who only looks is not the client that a job waits for.
             if principal.may(Access.MEMBER) and self._jobs.attend(job):
                 self._wake()
-            yield pb.WatchJobResponse(job=wire.write_job(job))
+            yield pb.WatchJobResponse(job=self._write(job))
 
     async def FinishJob(self, request: pb.FinishJobRequest, context: Any) -> pb.FinishJobResponse:
         outcome = wire.read_enum(wire.STATES, request.outcome, "outcome", "job state")
@@ -92,7 +100,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
         def finish(tx: Transaction) -> pb.FinishJobResponse:
             job = self._jobs.finish(tx, request.name, outcome, request.message, scope)
-            return pb.FinishJobResponse(job=wire.write_job(job))
+            return pb.FinishJobResponse(job=self._write(job))
 
         return await self._answers.once(request, pb.FinishJobResponse, finish)
 
@@ -100,7 +108,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         scope = current_principal().scope
 
         def cancel(tx: Transaction) -> pb.CancelJobResponse:
-            return pb.CancelJobResponse(job=wire.write_job(self._jobs.cancel(tx, request.name, scope)))
+            return pb.CancelJobResponse(job=self._write(self._jobs.cancel(tx, request.name, scope)))
 
         return await self._answers.once(request, pb.CancelJobResponse, cancel)
 
@@ -108,7 +116,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         scope = current_principal().scope
 
         def pause(tx: Transaction) -> pb.PauseJobResponse:
-            return pb.PauseJobResponse(job=wire.write_job(self._jobs.pause(tx, request.name, scope)))
+            return pb.PauseJobResponse(job=self._write(self._jobs.pause(tx, request.name, scope)))
 
         return await self._answers.once(request, pb.PauseJobResponse, pause)
 
@@ -116,7 +124,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         scope = current_principal().scope
 
         def resume(tx: Transaction) -> pb.ResumeJobResponse:
-            return pb.ResumeJobResponse(job=wire.write_job(self._jobs.resume(tx, request.name, scope)))
+            return pb.ResumeJobResponse(job=self._write(self._jobs.resume(tx, request.name, scope)))
 
         response = await self._answers.once(request, pb.ResumeJobResponse, resume)
         await self._heard(response.job)
@@ -128,7 +136,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         if self._jobs.heard(lease.job):
             self._wake()
         return pb.RenewJobLeaseResponse(
-            job=wire.write_job(lease.job),
+            job=self._write(lease.job),
             endpoints=map(wire.write_endpoint, lease.endpoints),
             job_token=self._jobs.token_of(lease.job),
             expire_time=wire.timestamp(self._clock.now() + timedelta(seconds=lease.job.lease_ttl_s)),
@@ -180,3 +188,8 @@ class SchedulerServicer(SchedulerServiceServicer):
         servers = await self._database.run(read)
         token = make_token("ListServers", scope, seqs[size - 1]) if len(seqs) > size else ""
         return pb.ListServersResponse(servers=servers, next_page_token=token)
+
+    async def ReadLogs(self, request: pb.ReadLogsRequest, context: Any) -> AsyncIterator[pb.ReadLogsResponse]:
+        asked, principal = log_wire.read_request(request), current_principal()
+        async for chunk in self._logs.read(asked, principal.scope, admin=principal.is_cluster_admin):
+            yield log_wire.write_chunk(chunk)

@@ -10,6 +10,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_scheduler.account_ports import AuditFilter
 from opentinker_scheduler.application.accounts import NewKey
 from opentinker_scheduler.domain.accounts import ApiKey, AuditEntry, Member, Project, User
+from opentinker_scheduler.domain.prices import HOUR_S, Prices
 from opentinker_scheduler.domain.shares import Used
 from opentinker_scheduler.wire.jobs import read_enum, timestamp
 from opentinkerapi.runtime.reasons import Reason
@@ -112,13 +113,16 @@ def is_by_job(group: "pb.UsageGroup.ValueType") -> bool:
     return read_enum(groups, group, "group", "usage group")
 
 
-def write_usage(project: str, used: Used, *, day: str = "", job: str = "") -> account_pb2.Usage:
+def write_usage(
+    project: str, used: Used, *, prices: Prices, day: str = "", job: str = ""
+) -> account_pb2.Usage:
     return account_pb2.Usage(
         project=f"projects/{project}",
         date=day,
         job=f"jobs/{job}" if job else "",
-        slot_hours=used.slot_seconds / 3600,
-        gpu_hours=used.gpu_seconds / 3600,
+        slot_hours=used.slot_seconds / HOUR_S,
+        gpu_hours=used.gpu_seconds / HOUR_S,
+        price=prices.of(used),
         tokens_trained=used.tokens_trained,
         tokens_sampled=used.tokens_sampled,
     )

@@ -27,6 +27,8 @@ from opentinker_scheduler.domain.model import (
     SlotSpec,
     Tuning,
 )
+from opentinker_scheduler.domain.prices import HOUR_S, NO_PRICES, Prices
+from opentinker_scheduler.domain.shares import used
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 from opentinkerapi.runtime.status import StatusData, encode
 from opentinkerapi.scheduler.v1 import job_pb2, server_registry_service_pb2
@@ -78,7 +80,7 @@ REPORTS: Mapping[registry_pb2.AssignmentState.ValueType, AssignmentState | None]
 }
 _KIND_OUT = {value: key for key, value in KINDS.items()}
 _STATE_OUT = {value: key for key, value in STATES.items()}
-_ROLE_OUT = {value: key for key, value in ROLES.items()}
+ROLE_OUT = {value: key for key, value in ROLES.items()}
 _TUNING_OUT = {value: key for key, value in TUNINGS.items()}
 _LOSS_OUT = {value: key for key, value in ON_LOSS.items()}
 
@@ -168,7 +170,7 @@ def write_options(options: ServerOptions, *, exclusive: bool = False) -> job_pb2
     )
 
 
-def write_job(job: Job) -> job_pb2.Job:
+def write_job(job: Job, prices: Prices = NO_PRICES) -> job_pb2.Job:
     result = job_pb2.Job(
         name=job.name,
         display_name=job.display_name,
@@ -186,7 +188,10 @@ def write_job(job: Job) -> job_pb2.Job:
         run=job.run,
         priority=job.priority,
         held_duration=duration(job.held_s),
+        cost=_write_cost(job, prices),
     )
+    if job.state is JobState.QUEUED and job.estimated_start_time is not None:
+        result.estimated_start_time.FromDatetime(job.estimated_start_time)
     for name, seconds in (("max_duration", job.max_duration_s), ("idle_limit", job.idle_limit_s)):
         if seconds > 0:
             getattr(result, name).CopyFrom(duration(seconds))
@@ -202,9 +207,21 @@ def write_job(job: Job) -> job_pb2.Job:
     return result
 
 
+def _write_cost(job: Job, prices: Prices) -> job_pb2.JobCost:
+    hourly = prices.of(used(job.cost, HOUR_S))
+    result = job_pb2.JobCost(slots=job.cost.slots, gpus=job.cost.gpus, hourly_price=hourly)
+    if job.max_duration_s > 0:
+        at_most = used(job.cost, job.max_duration_s)
+        result.max_slot_hours = at_most.slot_seconds / HOUR_S
+        result.max_gpu_hours = at_most.gpu_seconds / HOUR_S
+        if (price := prices.of(at_most)) is not None:
+            result.max_price = price
+    return result
+
+
 def write_slot(spec: SlotSpec) -> job_pb2.SlotSpec:
     return job_pb2.SlotSpec(
-        role=_ROLE_OUT[spec.role],
+        role=ROLE_OUT[spec.role],
         base_model=spec.base_model,
         tuning=_TUNING_OUT[spec.tuning],
         count=spec.count,
@@ -220,7 +237,7 @@ def status_of(failure: Failure) -> StatusData:
 
 def write_endpoint(endpoint: JobEndpoint) -> job_pb2.Endpoint:
     return job_pb2.Endpoint(
-        role=_ROLE_OUT[endpoint.role],
+        role=ROLE_OUT[endpoint.role],
         server=endpoint.server,
         address=endpoint.address,
         attempt=endpoint.attempt,
@@ -236,7 +253,7 @@ def write_server(
     options = server.reported if server.reported != ServerOptions() else server.options
     result = job_pb2.Server(
         name=server.name,
-        role=_ROLE_OUT[server.role],
+        role=ROLE_OUT[server.role],
         base_model=server.base_model,
         options=write_options(options),
         address=server.address,

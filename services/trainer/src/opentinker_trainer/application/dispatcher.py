@@ -15,6 +15,7 @@ import structlog
 
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError, internal_error, new_error_id
+from opentinker_kit.logging import about
 from opentinker_kit.metering import TokenMeter
 from opentinker_trainer.application.engine_host import EngineHost
 from opentinker_trainer.application.executor import Executor
@@ -39,6 +40,7 @@ _IDLE_S = 1.0
 Watcher = Callable[[str, operation_pb2.Operation], None]
 """Told the kind of each operation that has ended, with what became of it."""
 
+_TOLD = ("publish_weights", "save_checkpoint", "restore_checkpoint")
 _NOT_AN_OUTCOME = (Reason.ENGINE_CRASHED, Reason.STALE_ATTEMPT)
 """The operation runs again, here or elsewhere."""
 
@@ -85,7 +87,8 @@ class Dispatcher:
             self._last = policy.name
             async with self.turn:
                 if policy.gone is None and not engine.exited.done():
-                    await self._work_on(engine, policy)
+                    with about(policy.job):
+                        await self._work_on(engine, policy)
             policy.changed.notify()
 
     def _adopt(self, engine: Engine) -> None:
@@ -155,8 +158,11 @@ class Dispatcher:
         policy.applied_seq = seq
         policy.traces.pop(seq, None)
         logged = policy.bodies.pop(seq, None)
-        if self.watcher is not None and logged is not None:
-            self.watcher(logged.WhichOneof("body") or "", done)
+        if logged is not None:
+            kind = logged.WhichOneof("body") or ""
+            _tell(policy, kind, done)
+            if self.watcher is not None:
+                self.watcher(kind, done)
         # A restored checkpoint may be deleted: nothing may have to restore it again.
         restored = done.HasField("restore_checkpoint")
         if restored or policy.state.step - policy.steps_at_recovery >= self._recovery_every_steps:
@@ -253,6 +259,14 @@ class Dispatcher:
                 raise
             # The one before stays valid, and the log stays as long as it must.
             log.error("no recovery checkpoint", policy=policy.name, reason=error.reason, error=error.message)
+
+
+def _tell(policy: HeldPolicy, kind: str, done: operation_pb2.Operation) -> None:
+    """What became of an operation, where its job's owner may want to read it; not of all of a step's."""
+    if done.state == operation_pb2.OPERATION_STATE_FAILED:
+        log.warning("operation failed", policy=policy.name, seq=done.seq, kind=kind, error=done.error.message)
+    elif kind in _TOLD:
+        log.info("operation done", policy=policy.name, seq=done.seq, kind=kind, step=policy.state.step)
 
 
 def _failed(policy: HeldPolicy, logged: pb.LoggedOperation, error: ServiceError) -> operation_pb2.Operation:

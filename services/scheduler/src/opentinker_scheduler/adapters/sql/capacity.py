@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from opentinker_scheduler.adapters.sql.live import LiveRows
@@ -110,13 +110,19 @@ class SqlJobs:
         self._live.put(job)
         return job
 
-    def tell(self, job_id: str, position: int, reason: str) -> None:
+    def tell(self, job_id: str, position: int, reason: str, start: datetime | None = None) -> None:
         job = self._live.find(job_id)
-        if job is None or (job.queue_position == position and job.state_reason == reason):
+        told = (position, reason, start)
+        if job is None or (job.queue_position, job.state_reason, job.estimated_start_time) == told:
             return
         self.told.add(job_id)
-        revision = job.revision + 1
-        self._live.put(replace(job, queue_position=position, state_reason=reason, revision=revision))
+        changed = replace(job, queue_position=position, state_reason=reason, estimated_start_time=start)
+        self._live.put(replace(changed, revision=job.revision + 1))
+
+    def held(self, number: int) -> Sequence[tuple[JobKind, float]]:
+        query = select(jobs.c.kind, jobs.c.held_s).where(jobs.c.end_time.is_not(None), jobs.c.held_s > 0)
+        rows = self._connection.execute(query.order_by(jobs.c.seq.desc()).limit(number))
+        return [(JobKind(row.kind), row.held_s) for row in rows]
 
     def live(self) -> Sequence[Job]:
         return sorted(self._live.all(), key=attrgetter("queue_time", "seq"))
@@ -230,6 +236,12 @@ class SqlAssignments:
 
     def of_server(self, server_id: str) -> Sequence[Assignment]:
         return self._live.group("server", server_id)
+
+    def servers_of(self, job_id: str) -> Sequence[str]:
+        first = func.min(assignments.c.create_time)
+        query = select(assignments.c.server_id).where(assignments.c.job_id == job_id)
+        query = query.group_by(assignments.c.server_id).order_by(first, assignments.c.server_id)
+        return list(self._connection.execute(query).scalars())
 
 
 def _job_values(job: Job) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from opentinker_scheduler.adapters.sql.engines import (
     open_engine,
     typed,
 )
+from opentinker_scheduler.adapters.sql.history import SqlHistory
 from opentinker_scheduler.adapters.sql.records import SqlBlobs, SqlCatalog, SqlRuns
 from opentinker_scheduler.adapters.sql.requests import SqlOutbox, SqlRequests
 from opentinker_scheduler.adapters.sql.usage import SqlUsage
@@ -86,6 +87,10 @@ class SqlTransaction:
     @cached_property
     def assignments(self) -> SqlAssignments:
         return SqlAssignments(self._connection, self._live.assignments)
+
+    @cached_property
+    def history(self) -> SqlHistory:
+        return SqlHistory(self._connection)
 
     @cached_property
     def usage(self) -> SqlUsage:

@@ -199,6 +199,21 @@ Index(
     postgresql_where=_HELD,
 )
 
+Index("ix_assignments_job", assignments.c.job_id)
+
+job_history = Table(
+    "job_history",
+    metadata,
+    _serial(),
+    Column("job_id", String(63), nullable=False),
+    Column("time", UtcTime, nullable=False),
+    Column("state", String(20), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("attempt", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index("ix_job_history_job", job_history.c.job_id)
+
 policies = Table(
     "policies",
     metadata,
