@@ -33,7 +33,7 @@ from opentinker_scheduler.ports import Transaction
 
 UNSETTLED = (JobState.QUEUED, JobState.STARTING)
 
-_TELL_AT_ONCE = 500
+_TELL_AT_ONCE = 200
 """So many waiting jobs are told at a tick what they wait for; in a longer queue the rest at the next ones."""
 _MAX_SHAPES = 10_000
 
@@ -189,15 +189,16 @@ class Placing:
         refused: list[tuple[Job, str]] = []
         asked: dict[str, tuple[datetime, Demand]] = {}
         for job in jobs:
-            have = held.get(job.id, ())
-            if not wants(job) or (job.state is not JobState.QUEUED and not missing(job, have)):
+            queued = job.state is JobState.QUEUED
+            have = () if queued else held.get(job.id, ())
+            if not queued and not (wants(job) and missing(job, have)):
                 continue
             if job.id not in attended:
                 reason = (
                     "waiting for its client: the scheduler restarted, and nobody asked for this job since"
                 )
                 refused.append((job, reason))
-            elif job.state is JobState.QUEUED:
+            elif queued:
                 known = self._asked.get(job.id)
                 if known is None or known[0] != job.queue_time:
                     known = (job.queue_time, self._queued(job))

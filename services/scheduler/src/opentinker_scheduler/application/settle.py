@@ -65,10 +65,10 @@ class Observed:
     """Jobs whose clients were heard since this scheduler leads."""
     told: Mapping[str, frozenset[str]]
     """Assignments that each open session was told of."""
-    waits: Mapping[str, str] = field(default_factory=dict)
-    """What servers that are being started wait for."""
     nodes: Sequence[Node] = ()
     """Where servers can be started."""
+    waits: Mapping[str, str] = field(default_factory=dict)
+    """What servers that are being started wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,19 @@ def settle(tx: Transaction, seen: Observed, placing: Placing, now: datetime) -> 
         assignment = tx.assignments.find(assignment_id)
         if assignment is not None and assignment.state is AssignmentState.RELEASING:
             end_assignment(tx, assignment, "taken back: its server did not free it in time", now)
-    jobs = tx.jobs.live()
+    jobs = tx.jobs.unsorted()
     for job in jobs:
         limited = job.max_duration_s > 0 or job.idle_limit_s > 0
         if limited and (why := rules.overran(job, now)) is not None:
             save_job(tx, job, rules.expired(job, why, now), now)
         if job.state is JobState.PREEMPTED and not tx.assignments.of_job(job.id):
             save_job(tx, job, rules.requeued(job), now)
-    jobs = tx.jobs.live()
+    jobs = tx.jobs.unsorted()
     if any(map(wants, jobs)) or placing.warm.lacking(tx, now):
         _start_answering(tx, jobs, now)
         placing.place(tx, seen.attended, seen.nodes, now)
     _end_unwanted(tx, placing, now)
-    jobs = tx.jobs.live()
+    jobs = tx.jobs.unsorted()
     servers, assignments = tx.servers.live(), tx.assignments.active()
     _tell_who_starts(tx, jobs, assignments, seen.waits)
     surplus = placing.warm.surplus(servers)

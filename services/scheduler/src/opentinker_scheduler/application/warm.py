@@ -47,6 +47,8 @@ class WarmServers:
 
     def surplus(self, servers: Iterable[Server]) -> Counter[Key]:
         """Of each of these kinds, how many more there are than are to be kept."""
+        if not self._wanted:
+            return Counter()
         there = Counter(key_of(server) for server in servers if _stays(server))
         return Counter({key: there[key] - count for key, count in self._wanted.items()})
 

@@ -204,14 +204,17 @@ class _Planning:
 
     def _known(self, demand: Demand) -> str:
         """Why a demand fails, if one like it did. What failed before slots were kept fails after that too."""
-        likeness = self._likeness(demand)
+        return self._why(self._likeness(demand))
+
+    def _why(self, likeness: tuple[Hashable, ...]) -> str:
         for length in range(1, len(likeness) + 1):
             if reason := self._failed.get(likeness[:length]):
                 return reason
         return ""
 
     def _untried(self, queue: Iterable[Demand]) -> set[tuple[Hashable, ...]]:
-        return {self._likeness(demand) for demand in queue if not self._known(demand)}
+        alike = set(map(self._likeness, queue))
+        return {likeness for likeness in alike if not self._why(likeness)}
 
     def _place(self, demand: Demand) -> tuple[Placement, ...] | Shortage:
         placed = self._floor.place(demand)

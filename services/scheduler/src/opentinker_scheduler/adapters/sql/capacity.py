@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from opentinker_scheduler.adapters.sql.live import LiveRows
@@ -35,6 +35,12 @@ from opentinker_scheduler.domain.model import (
     Tuning,
 )
 from opentinker_scheduler.ports import DeviceTaken, SlotTaken
+
+# Made once: SQLAlchemy takes longer to put a statement together than the database takes to run it.
+_ADD_JOB, _ADD_SERVER, _ADD_ASSIGNMENT = insert(jobs), insert(servers), insert(assignments)
+_SAVE_JOB, _SAVE_SERVER, _SAVE_ASSIGNMENT = (
+    update(table).where(table.c.id == bindparam("of")) for table in (jobs, servers, assignments)
+)
 
 _LIVE_JOBS = [state for state in JobState if not state.final]
 _LIVE_SERVERS = [state for state in ServerState if not state.ended]
@@ -90,7 +96,7 @@ class SqlJobs:
     def add(self, job: Job) -> Job:
         job = replace(job, revision=1)
         self.touched.add(job.id)
-        result = self._connection.execute(insert(jobs).values(_job_values(job)))
+        result = self._connection.execute(_ADD_JOB, _job_values(job))
         job = replace(job, seq=serial(result))
         self._live.put(job)
         return job
@@ -104,8 +110,7 @@ class SqlJobs:
     def save(self, job: Job) -> Job:
         job = replace(job, revision=job.revision + 1)
         self.touched.add(job.id)
-        change = update(jobs).where(jobs.c.id == job.id).values(_job_values(job))
-        if self._connection.execute(change).rowcount != 1:
+        if self._connection.execute(_SAVE_JOB, {**_job_values(job), "of": job.id}).rowcount != 1:
             raise KeyError(job.id)
         self._live.put(job)
         return job
@@ -116,13 +121,23 @@ class SqlJobs:
         if job is None or (job.queue_position, job.state_reason, job.estimated_start_time) == told:
             return
         self.told.add(job_id)
-        changed = replace(job, queue_position=position, state_reason=reason, estimated_start_time=start)
-        self._live.put(replace(changed, revision=job.revision + 1))
+        self._live.put(
+            replace(
+                job,
+                queue_position=position,
+                state_reason=reason,
+                estimated_start_time=start,
+                revision=job.revision + 1,
+            )
+        )
 
     def held(self, number: int) -> Sequence[tuple[JobKind, float]]:
         query = select(jobs.c.kind, jobs.c.held_s).where(jobs.c.end_time.is_not(None), jobs.c.held_s > 0)
         rows = self._connection.execute(query.order_by(jobs.c.seq.desc()).limit(number))
         return [(JobKind(row.kind), row.held_s) for row in rows]
+
+    def unsorted(self) -> Sequence[Job]:
+        return self._live.all()
 
     def live(self) -> Sequence[Job]:
         return sorted(self._live.all(), key=attrgetter("queue_time", "seq"))
@@ -155,7 +170,7 @@ class SqlServers:
         self._live = live
 
     def add(self, server: Server) -> Server:
-        result = self._connection.execute(insert(servers).values(_server_values(server)))
+        result = self._connection.execute(_ADD_SERVER, _server_values(server))
         server = replace(server, seq=serial(result))
         if server.devices and not server.state.ended:
             owners = [{"device": device, "server_id": server.id} for device in server.devices]
@@ -178,8 +193,8 @@ class SqlServers:
         return None if row is None else _server(row)
 
     def save(self, server: Server) -> None:
-        change = update(servers).where(servers.c.id == server.id).values(_server_values(server))
-        if self._connection.execute(change).rowcount != 1:
+        values = {**_server_values(server), "of": server.id}
+        if self._connection.execute(_SAVE_SERVER, values).rowcount != 1:
             raise KeyError(server.id)
         if server.devices and server.state.ended:
             owned = device_owners.c.server_id == server.id
@@ -207,7 +222,7 @@ class SqlAssignments:
 
     def add(self, assignment: Assignment) -> None:
         try:
-            self._connection.execute(insert(assignments).values(_assignment_values(assignment)))
+            self._connection.execute(_ADD_ASSIGNMENT, _assignment_values(assignment))
         except IntegrityError as error:
             text = f"slot {assignment.slot_no} of server {assignment.server_id}, for job {assignment.job_id}"
             raise SlotTaken(text) from error
@@ -221,9 +236,8 @@ class SqlAssignments:
         return None if row is None else _assignment(row)
 
     def save(self, assignment: Assignment) -> None:
-        values = _assignment_values(assignment)
-        change = update(assignments).where(assignments.c.id == assignment.id).values(values)
-        if self._connection.execute(change).rowcount != 1:
+        values = {**_assignment_values(assignment), "of": assignment.id}
+        if self._connection.execute(_SAVE_ASSIGNMENT, values).rowcount != 1:
             raise KeyError(assignment.id)
         self._live.put(assignment)
 

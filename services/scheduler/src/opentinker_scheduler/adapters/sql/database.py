@@ -65,7 +65,7 @@ OnCommit = Callable[[Committed], None]
 
 _NOBODY = Replica()
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0009"
+HEAD = "0010"
 """The newest revision."""
 
 

@@ -10,6 +10,7 @@ from opentinker_scheduler.domain.model import Job, JobState
 from opentinker_scheduler.domain.records import JobEvent
 
 _MAX_REASON = 500
+_ADD = insert(job_history)
 
 
 class SqlHistory:
@@ -28,7 +29,7 @@ class SqlHistory:
             "reason": (why or job.outcome_message)[:_MAX_REASON],
             "attempt": job.attempt,
         }
-        self._connection.execute(insert(job_history).values(values))
+        self._connection.execute(_ADD, values)
 
     def of_job(self, job_id: str, after: int) -> Sequence[JobEvent]:
         table = job_history

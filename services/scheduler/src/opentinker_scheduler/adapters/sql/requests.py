@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from opentinker_kit.events import OutboxRow
 from opentinker_scheduler.adapters.sql.tables import outbox, request_ids
@@ -11,6 +11,11 @@ from opentinker_scheduler.domain.names import new_id
 from opentinker_scheduler.domain.records import Fact
 from opentinker_scheduler.ports import StoredAnswer
 from opentinker_scheduler.wire.events import event_of
+
+_ADD_REQUEST, _ADD_FACT = insert(request_ids), insert(outbox)
+_FIND_REQUEST = select(request_ids).where(
+    request_ids.c.scope == bindparam("scope"), request_ids.c.request_id == bindparam("request_id")
+)
 
 
 class SqlRequests:
@@ -20,21 +25,19 @@ class SqlRequests:
         self._connection = connection
 
     def find(self, scope: str, request_id: str) -> StoredAnswer | None:
-        query = select(request_ids).where(
-            request_ids.c.scope == scope, request_ids.c.request_id == request_id
-        )
-        row = self._connection.execute(query).one_or_none()
+        asked = {"scope": scope, "request_id": request_id}
+        row = self._connection.execute(_FIND_REQUEST, asked).one_or_none()
         return None if row is None else StoredAnswer(row.digest, row.response)
 
     def add(self, scope: str, request_id: str, answer: StoredAnswer, now: datetime) -> None:
-        row = insert(request_ids).values(
-            scope=scope,
-            request_id=request_id,
-            digest=answer.digest,
-            response=answer.response,
-            create_time=now,
-        )
-        self._connection.execute(row)
+        row = {
+            "scope": scope,
+            "request_id": request_id,
+            "digest": answer.digest,
+            "response": answer.response,
+            "create_time": now,
+        }
+        self._connection.execute(_ADD_REQUEST, row)
 
     def forget_before(self, time: datetime) -> int:
         change = delete(request_ids).where(request_ids.c.create_time < time)
@@ -58,7 +61,7 @@ class SqlOutbox:
             "values": dict(fact.values),
         }
         row = {"event_id": fact.id or new_id("e"), "fact": value, "occur_time": now}
-        self._connection.execute(insert(outbox).values(row))
+        self._connection.execute(_ADD_FACT, row)
 
     def pending(self, limit: int) -> Sequence[OutboxRow]:
         query = select(outbox).order_by(outbox.c.seq).limit(limit)
