@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from datetime import datetime
 
 import structlog
 
@@ -32,7 +33,7 @@ log = structlog.get_logger()
 _QUIET_TICK_S = 1.0
 """Ticks are this far apart while nothing waits."""
 _LONG_TICK_S = 0.02
-"""After a longer tick the loop rests for as long as the tick took."""
+"""After a tick that kept the database for longer the loop rests for as long as that."""
 _FINISH_S = 2.0
 _DATABASE_FAILS = (Reason.STORAGE_UNAVAILABLE, Reason.STORAGE_FULL)
 
@@ -66,6 +67,8 @@ class Reconciler:
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
         """Those of them that start a server."""
+        self._busy_s = 0.0
+        """For how long the last tick kept the database."""
         self.watcher: Watcher | None = None
 
     def wake(self) -> None:
@@ -120,11 +123,10 @@ class Reconciler:
                 log.exception("the tick failed; trying again")
                 await asyncio.sleep(self._timing.tick_s)
                 continue
-            spent_s = self._clock.monotonic() - began
-            if spent_s > _LONG_TICK_S:
+            if self._busy_s > _LONG_TICK_S:
                 # Where every call wakes the loop, calls must still get as much of the database as the loop.
                 # Not for longer: a process that was stopped in a tick seems to have spent hours on it.
-                await asyncio.sleep(min(spent_s, _QUIET_TICK_S))
+                await asyncio.sleep(min(self._busy_s, _QUIET_TICK_S))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timing.tick_s if moving else _QUIET_TICK_S):
                     await self._woken.wait()
@@ -145,13 +147,20 @@ class Reconciler:
             nodes=self._launcher.nodes(),
         )
         wall = self._clock.now()
-        settled = await self._database.run(lambda tx: settle(tx, seen, self._placing, wall))
+        settled = await self._database.run(lambda tx: self._settle(tx, seen, wall))
         # Only now that it is written: had the transaction failed, the next tick would take them in.
         del self._endings[: len(endings)]
         self._act(settled, now)
         if self.watcher is not None:
             self.watcher(settled, time.perf_counter() - began)
         return settled.moving
+
+    def _settle(self, tx: Transaction, seen: Observed, now: datetime) -> Settled:
+        began = time.perf_counter()
+        try:
+            return settle(tx, seen, self._placing, now)
+        finally:
+            self._busy_s = time.perf_counter() - began
 
     async def stop(self, *, stop_servers: bool, grace_s: float) -> None:
         """End orderly: with `stop_servers` jobs are paused and every process that was started ends."""

@@ -8,4 +8,9 @@ from opentinker_scheduler.adapters.sql.engines import is_postgres
 
 def upsert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """An insert into the table that knows `on_conflict_do_update` and `on_conflict_do_nothing`."""
-    return postgresql.insert(table) if is_postgres(connection) else sqlite.insert(table)
+    return upsert_on(is_postgres(connection), table)
+
+
+def upsert_on(postgres: bool, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """The same for one or the other kind of database."""
+    return postgresql.insert(table) if postgres else sqlite.insert(table)

@@ -1,12 +1,14 @@
 """Usage in SQL."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import cache
 from typing import Any
 
 from sqlalchemy import Connection, Row, Table, delete, select
 
-from opentinker_scheduler.adapters.sql.upserts import upsert
+from opentinker_scheduler.adapters.sql.engines import is_postgres
+from opentinker_scheduler.adapters.sql.upserts import upsert, upsert_on
 from opentinker_scheduler.adapters.sql.usage_tables import counted_tokens, job_usage, usage
 from opentinker_scheduler.domain.model import Job
 from opentinker_scheduler.domain.shares import Used
@@ -60,10 +62,15 @@ class SqlUsage:
             self._connection.execute(delete(table).where(table.c.server_id.in_(ended)))
 
     def _add(self, table: Table, used: Used, key: Sequence[str], **of: str) -> None:
-        more: dict[str, Any] = asdict(used)
-        row = upsert(self._connection, table).values(**of, **more)
-        sums = {name: table.c[name] + value for name, value in more.items()}
-        self._connection.execute(row.on_conflict_do_update(index_elements=list(key), set_=sums))
+        self._connection.execute(_adding(is_postgres(self._connection), table, tuple(key)), of | asdict(used))
+
+
+@cache
+def _adding(postgres: bool, table: Table, key: Sequence[str]) -> Any:
+    """A statement that adds to what is there. Kept, since it takes longer to make than to run."""
+    row = upsert_on(postgres, table)
+    sums = {each.name: table.c[each.name] + row.excluded[each.name] for each in fields(Used)}
+    return row.on_conflict_do_update(index_elements=list(key), set_=sums)
 
 
 def _used(row: Row[Any]) -> Used:
