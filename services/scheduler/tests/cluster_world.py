@@ -13,6 +13,7 @@ from opentinker_kit.errors import ServiceError
 from opentinker_kit.events import OutboxRelay
 from opentinker_kit.job_tokens import TokenSigner
 from opentinker_scheduler.adapters.sql.database import SqlDatabase
+from opentinker_scheduler.adapters.sql.engines import Location
 from opentinker_scheduler.application.answers import Answers
 from opentinker_scheduler.application.cluster import Cluster
 from opentinker_scheduler.application.jobs import Jobs
@@ -78,7 +79,7 @@ class FaultyDatabase:
     is kept and nobody hears of it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.real = SqlDatabase(path)
         self.next = ""
 
@@ -228,7 +229,7 @@ class AnyModel:
 class Core:
     """One scheduler's life over a database file, machines and a bus that were there before it."""
 
-    def __init__(self, path: Path, clock: ManualClock, machines: Machines, bus: FaultyBus) -> None:
+    def __init__(self, path: Location, clock: ManualClock, machines: Machines, bus: FaultyBus) -> None:
         self.database = FaultyDatabase(path)
         self.machines = machines
         leases, sessions = Leases(clock, SERVER_TTL_S), Sessions()

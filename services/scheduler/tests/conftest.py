@@ -201,6 +201,17 @@ def empty_tables(postgres_server: PostgresServer) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def new_postgres(postgres_server: PostgresServer, empty_tables: str) -> Callable[[], Postgres]:
+    """Makes databases with all tables and nothing in them."""
+
+    def make() -> Postgres:
+        name = postgres_server.make_database(empty_tables)
+        return Postgres(postgres_server.url(name), postgres_server.password_file)
+
+    return make
+
+
 @pytest.fixture
 def postgres_records(postgres_server: PostgresServer, empty_tables: str) -> Records:
     url, password = (

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -24,6 +24,7 @@ from services.scheduler.tests.cluster_world import SERVERS, Core, Fault, FaultyB
 from opentinker_kit.auth import Kind, Principal, set_principal
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.errors import ServiceError
+from opentinker_scheduler.adapters.sql.engines import Location, Postgres
 from opentinker_scheduler.domain.model import Assignment, AssignmentState, Job, JobState, Role
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
@@ -39,6 +40,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="ot-cluster-"))
+        self.where = self.place()
         self.runner = asyncio.Runner()
         self.clock = ManualClock()
         self.machines, self.bus = Machines(), FaultyBus()
@@ -54,8 +56,12 @@ class ClusterMachine(RuleBasedStateMachine):
         self.seen: dict[str, Assignment] = {}
         self._start()
 
+    def place(self) -> Location:
+        """Where its records are."""
+        return self.folder / "scheduler.db"
+
     def _start(self) -> None:
-        self.core = Core(self.folder / "scheduler.db", self.clock, self.machines, self.bus)
+        self.core = Core(self.where, self.clock, self.machines, self.bus)
         self.run(self.core.database.real.open(self.clock.now()))
         self.run(self.core.reconciler.adopt())
 
@@ -355,5 +361,25 @@ class LongClusterMachine(ClusterMachine):
     """More of it, which takes minutes."""
 
 
+class ClusterMachineOnPostgres(ClusterMachine):
+    """The same on PostgreSQL."""
+
+    make: ClassVar[Callable[[], Postgres]]
+
+    def place(self) -> Location:
+        return type(self).make()
+
+
+@pytest.fixture(scope="class")
+def machine_on_postgres(new_postgres: Callable[[], Postgres]) -> None:
+    ClusterMachineOnPostgres.make = new_postgres
+
+
+TestClusterMachineOnPostgres = pytest.mark.slow(
+    pytest.mark.timeout(600)(
+        pytest.mark.usefixtures("machine_on_postgres")(ClusterMachineOnPostgres.TestCase)
+    )
+)
+TestClusterMachineOnPostgres.settings = settings(max_examples=6, stateful_step_count=25, deadline=None)
 TestLongClusterMachine = pytest.mark.slow(pytest.mark.timeout(1200)(LongClusterMachine.TestCase))
 TestLongClusterMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

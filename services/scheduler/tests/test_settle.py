@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sqlalchemy import select
 
-from opentinker_kit.testing import PostgresServer
 from opentinker_scheduler.adapters.sql.capacity import Live
 from opentinker_scheduler.adapters.sql.database import SqlDatabase
 from opentinker_scheduler.adapters.sql.engines import Location, Postgres, open_engine
@@ -317,12 +316,8 @@ class TicksOnPostgres(Ticks):
 
 
 @pytest.fixture(scope="class")
-def ticks_on_postgres(postgres_server: PostgresServer, empty_tables: str) -> None:
-    def make() -> Postgres:
-        name = postgres_server.make_database(empty_tables)
-        return Postgres(postgres_server.url(name), postgres_server.password_file)
-
-    TicksOnPostgres.make = make
+def ticks_on_postgres(new_postgres: Callable[[], Postgres]) -> None:
+    TicksOnPostgres.make = new_postgres
 
 
 TestTicksOnPostgres = pytest.mark.slow(pytest.mark.usefixtures("ticks_on_postgres")(TicksOnPostgres.TestCase))
