@@ -24,6 +24,7 @@ from opentinker_scheduler.bootstrap import Scheduler
 from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.domain.nodes import Node
+from opentinker_scheduler.garbage import collect_seldom
 from opentinker_scheduler.log_ports import LogPart
 from opentinker_scheduler.ports import Started
 from opentinker_scheduler.settings import SchedulerSettings, TenantSettings
@@ -151,6 +152,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--reserve-after-s", type=float, required=True)
     arguments = parser.parse_args()
+    # As the scheduler's own entry does.
+    collect_seldom()
     asyncio.run(serve(arguments.folder, arguments.servers, arguments.slots, arguments.reserve_after_s))
 
 

@@ -8,6 +8,7 @@ from opentinker_kit.logging import configure_logging
 from opentinker_kit.settings import load_settings
 from opentinker_kit.tracing import configure_tracing
 from opentinker_scheduler.bootstrap import Scheduler
+from opentinker_scheduler.garbage import collect_seldom
 from opentinker_scheduler.replica_ports import LeadershipLost
 from opentinker_scheduler.settings import SchedulerSettings
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_settings(SchedulerSettings, argv)
     configure_logging(settings, "scheduler")
     configure_tracing(settings, "scheduler")
+    collect_seldom()
     return asyncio.run(_serve(settings))
 
 

@@ -206,24 +206,20 @@ class Reconciler:
         for server_id in self._leases.servers.holders() - live:
             self._leases.servers.release(server_id)
             self._sessions.end(server_id, "the lease of this server is over")
-        claiming = {job.id for job in settled.jobs if job.state is not JobState.PAUSED}
-        for job_id in self._leases.jobs.holders() - claiming:
+        claiming = {job.id: job for job in settled.jobs if job.state is not JobState.PAUSED}
+        leased = self._leases.jobs.holders()
+        for job_id in leased - claiming.keys():
             self._leases.end_job(job_id)
-        self._lease_what_has_none(settled)
+        # Whoever was recorded by a call that was cut off before it granted the lease gets one TTL.
+        for job_id in claiming.keys() - leased:
+            self._leases.grant_job(claiming[job_id])
+        leased = self._leases.servers.holders()
+        for server in settled.servers:
+            if server.register_time is not None and server.id not in leased:
+                self._leases.grant_server(server.id)
         for assignment_id in self._sessions.sync(settled.assignments, settled.policies):
             self._timers.release_sent(assignment_id, now)
         self._timers.see(settled.servers, settled.assignments, now)
-
-    def _lease_what_has_none(self, settled: Settled) -> None:
-        """Whoever was recorded by a call that was cut off before it granted the lease gets one TTL."""
-        known = self._leases.servers.holders()
-        for server in settled.servers:
-            if server.register_time is not None and server.id not in known:
-                self._leases.grant_server(server.id)
-        known = self._leases.jobs.holders()
-        for job in settled.jobs:
-            if job.state is not JobState.PAUSED and job.id not in known:
-                self._leases.grant_job(job)
 
     def _begin(self, server_id: str, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
         """Do something to a server in the background, one thing at a time."""
