@@ -168,6 +168,26 @@ def test_gpus_are_kept_for_a_job_that_waits_for_more() -> None:
     assert [grant.job_id for grant in plan([large, small], [], (Node("a", 2),)).grants] == ["large"]
 
 
+def test_a_server_whose_gpu_is_waited_for_is_left_to_run_empty() -> None:
+    shared = Capacity(
+        "s", Role.TRAINER, "old", TORCH, free=[1], jobs={"old"}, devices=("a/0",), taken={0: "old"}
+    )
+    large = Demand("large", (sampler(),), since=-100.0)
+    beside = Demand("beside", (trainer("old"),), since=0.0)
+    ends = [Tenure("old", 20.0)]
+    made = plan([large, beside], [shared], (Node("a", 2),), tenures=ends, reserve_after_s=0.0)
+    assert not made.grants
+    # Where another node has what it needs, or the server has none of it, it is not.
+    made = plan([large, beside], [shared], tenures=ends, reserve_after_s=0.0)
+    assert [grant.job_id for grant in made.grants] == ["large", "beside"]
+
+
+def test_a_job_that_is_not_placed_takes_no_gpus_from_the_next() -> None:
+    both, one = Demand("both", (sampler(), sampler("n"))), Demand("one", (sampler("o"),))
+    made = plan([both, one], [busy("s", "x", "b/0")])
+    assert [grant.job_id for grant in made.grants] == ["one"]
+
+
 @pytest.mark.parametrize("reserve_after_s", [0.0, 1e9])
 def test_jobs_give_way_for_gpus(reserve_after_s: float) -> None:
     servers = [busy("s", "x", "a/0"), busy("t", "y", "a/1"), busy("u", "z", "b/0"), busy("v", "z", "b/1")]

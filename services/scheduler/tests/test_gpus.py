@@ -39,8 +39,10 @@ def seen_by(rig: Any, server: job_pb2.Server) -> dict[str, str | None]:
 
 def visible(rig: Any, server: job_pb2.Server) -> list[str]:
     seen = seen_by(rig, server)
-    assert seen["CUDA_VISIBLE_DEVICES"] == seen["HIP_VISIBLE_DEVICES"]
-    return (seen["CUDA_VISIBLE_DEVICES"] or "").split(",")
+    named = seen["CUDA_VISIBLE_DEVICES"]
+    assert named == seen["HIP_VISIBLE_DEVICES"]
+    assert named is not None
+    return named.split(",")
 
 
 def ids(server: job_pb2.Server) -> list[str]:
@@ -203,6 +205,21 @@ async def test_servers_are_kept_ready_make_room_and_come_back(start_rig: Any, ma
     await _until_ready(rig, {"some-model": 1, "other-model": 1})
     await cancel(rig, other)
     await _until_ready(rig, {"some-model": 2})
+
+
+async def test_other_idle_servers_make_room_before_those_that_are_kept_ready(
+    start_rig: Any, make_slot: Any
+) -> None:
+    rig = await start_rig(**(FOUR | {"gpus": ["0", "1"], "warm_servers": [WARM]}))
+    await _until_ready(rig, {"some-model": 1})
+    job = await rig.create_job(make_slot(model="other-model"))
+    await rig.until(job.name, RUNNING)
+    await cancel(rig, job)
+    late = await rig.create_job(make_slot(model="other-model", max_lora_rank=8))
+    await rig.until(late.name, RUNNING)
+    await _until_ready(rig, {"some-model": 1, "other-model": 1})
+    ended = [server for server in await rig.servers(include_ended=True) if server.state != READY]
+    assert [server.base_model for server in ended] == ["other-model"]
 
 
 async def _until_ready(rig: Any, models: dict[str, int]) -> None:

@@ -76,6 +76,30 @@ async def test_starting_twice_is_starting_once(folder: Path) -> None:
     assert watch.launcher.watched() == ()
 
 
+async def test_a_process_waits_for_the_end_of_the_one_that_had_its_gpus(folder: Path) -> None:
+    watch = Watch(folder)
+    await watch.launcher.start(replace(server(), devices=("here/0", "here/1")))
+    waiting = asyncio.create_task(watch.launcher.start(replace(server("s2"), devices=("here/1",))))
+    given_up = asyncio.create_task(watch.launcher.start(replace(server("s3"), devices=("here/0",))))
+    await watch.launcher.start(replace(server("s4"), devices=("here/2",)))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    await watch.launcher.stop("s1", 0.0)
+    await waiting
+    assert set(watch.launcher.watched()) == {"s2", "s4"}
+    # Also where the one that had them was found by a successor.
+    watch.launcher.close()
+    second = Watch(folder)
+    second.launcher.adopt([replace(server("s2"), devices=("here/1",))])
+    waiting = asyncio.create_task(second.launcher.start(replace(server("s5"), devices=("here/1",))))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    await second.launcher.stop("s2", 0.0)
+    await waiting
+
+
 async def test_a_successor_finds_what_runs(folder: Path) -> None:
     first = Watch(folder)
     started = await first.launcher.start(server())
