@@ -30,7 +30,7 @@ SETTINGS = "settings.json"
 LOG = "server.log"
 _KILL_WAIT_S = 5.0
 _KEPT_FOLDERS = 16
-_TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 16_384, 15, 1_200
+_TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 2**18, 15, 1_200
 _START_SLACK_S = 2.0
 """Start times read by different processes differ where the wall clock was adjusted in between."""
 
@@ -230,10 +230,13 @@ def tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            start = file.seek(max(0, file.tell() - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+    if start > 0:
+        # Of a line that lacks its beginning nobody can say what it is about.
+        del lines[:1]
     return "\n".join([*about_nobody(lines)][-_TAIL_LINES:])[-_TAIL_CHARS:]
 
 
