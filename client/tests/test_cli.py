@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from typer.testing import CliRunner
 
 import opentinker as ot
 from opentinker.cli.app import app
+from opentinker.cli.jobs import takes
+from opentinker.cli.logs import in_words
 from opentinker.connection import stack
 from opentinker.demo import Clock, plot_rewards, summarize
+from opentinkerapi.scheduler.v1 import job_pb2, log_pb2
 
 RUNNER = CliRunner()
 
@@ -31,6 +35,7 @@ def test_help_names_every_command() -> None:
             "jobs",
             "queue",
             "attach",
+            "logs",
             "usage",
         )
     )
@@ -91,3 +96,33 @@ def test_what_the_demo_sums_up(doubles: World, tmp_path: Path) -> None:
     assert summary["seconds"] > 0
     plot_rewards(result.rewards, tmp_path / "reward.png")
     assert (tmp_path / "reward.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [
+        ({"slots": 1}, "1 slot"),
+        (
+            {"slots": 2, "gpus": 0.5, "max_slot_hours": 4, "max_gpu_hours": 1},
+            "2 slots, 0.5 GPUs, at most 1.00 GPU hours",
+        ),
+        (
+            {"slots": 2, "max_slot_hours": 3, "hourly_price": 4, "max_price": 1234.5},
+            "2 slots, at most 3.00 slot hours, price 4.00 an hour, at most 1,234.50",
+        ),
+        ({"slots": 2, "hourly_price": 0.125}, "2 slots, price 0.12 an hour"),
+    ],
+)
+def test_what_a_job_takes_in_words(cost: dict[str, float], words: str) -> None:
+    assert takes(job_pb2.JobCost(**cost)) == words
+
+
+def test_lines_of_a_log_in_words() -> None:
+    line = log_pb2.LogLine(server="servers/0123456789", role=job_pb2.SLOT_ROLE_INFERENCE)
+    assert in_words(line).split() == ["inference", "01234567"]
+    line.text = '{"event": "it broke", "level": "error", "exception": "Trace\\n  at"}'
+    line.time.FromDatetime(datetime(2026, 1, 31, 12, 0, 1, tzinfo=UTC))
+    expected = ["2026-01-31 12:00:01 inference 01234567 error   it broke", "    Trace", "      at"]
+    assert in_words(line).splitlines() == expected
+    for text in ("Traceback:", "[1, 2]", "{no object", '{"a": ' * 100_000):
+        assert in_words(log_pb2.LogLine(server="servers/x", text=text)).endswith(text)

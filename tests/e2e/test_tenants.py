@@ -2,6 +2,7 @@
 sees or changes anything of the other's.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,3 +107,27 @@ def test_each_gets_what_it_gets_alone_and_nothing_of_the_other(
     with pytest.raises(errors.NotFound):
         second.policy.sample([1, 2], ot.SamplingParams(max_tokens=2)).result()
     assert one.export(version, tmp_path / "own").result().is_dir()
+    # Each reads of its jobs what both servers wrote about them, and nothing else of these servers.
+    for name, policies in (("one", {alone.policy.name, first.policy.name}), ("two", {second.policy.name})):
+        published: set[str] = set()
+        for job in owned[name]:
+            lines = tenants[name].logs(job).result()
+            written = [json.loads(line.text) for line in lines if line.server]
+            assert {values["job"] for values in written} == {job}
+            assert {values.get("policy", "") for values in written} <= policies | {""}
+            assert {line.role for line in lines if line.server} == {1, 2}
+            assert {line.text.split()[0].rstrip(":") for line in lines if not line.server} >= {
+                "QUEUED",
+                "STARTING",
+                "RUNNING",
+            }
+            published |= {v["policy"] for v in written if v.get("kind") == "publish_weights"}
+        assert published == policies
+    with pytest.raises(errors.NotFound):
+        two.logs(next(iter(owned["one"]))).result()
+    with pytest.raises(errors.PermissionDenied):
+        two.logs(two.servers().result()[0].name).result()
+    everything = tenants["admin"].logs(two.servers().result()[0].name).result()
+    named = {json.loads(line.text).get("job") for line in everything if line.text.startswith("{")}
+    assert named & owned["one"]
+    assert named & owned["two"]

@@ -365,6 +365,25 @@ class TestUsersAndJobs:
         assert [(who.job, who.project, who.role) for who in seen] == [("jobs/j1", "p1", Role.MEMBER)]
         assert not seen[0].is_cluster_admin
 
+    async def test_a_failed_call_is_logged_for_its_job_and_nothing_else_is(self, start: Start) -> None:
+        running = await start(auth=self.policy())
+        bound: list[dict[str, object]] = []
+
+        async def fail() -> None:
+            # What a call sets going, an engine for everyone perhaps, is not its job's.
+            bound.append(structlog.contextvars.get_contextvars())
+            raise ServiceError(Reason.PROMPT_TOO_LONG)
+
+        running.behavior.sample = fail
+        with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+            async with running.channel(None, job_token=SIGNER.sign(CLAIMS)) as channel:
+                with pytest.raises(grpc.RpcError):
+                    async for _ in InferenceServiceStub(channel).Sample(SAMPLE):
+                        pass
+        entry = next(entry for entry in logs if entry["event"] == "call")
+        assert (entry["job"], entry["outcome"]) == ("jobs/j1", "PROMPT_TOO_LONG")
+        assert "job" not in bound[0]
+
     async def test_a_token_in_the_request_counts_before_that_in_metadata(self, start: Start) -> None:
         running = await start(auth=self.policy())
         seen: list[str] = []

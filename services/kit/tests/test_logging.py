@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import structlog
 
-from opentinker_kit.logging import configure
+from opentinker_kit.logging import about, configure
 
 PROGRAM = """
 import logging, structlog
@@ -40,3 +41,15 @@ def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         configure("LOUD")
     assert logging.getLogger().handlers == handlers
+
+
+def test_lines_are_about_a_job_within() -> None:
+    log = structlog.get_logger()
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+        with about("jobs/a"):
+            log.info("within")
+            log.info("of another", job="jobs/b")
+        with about(""):
+            log.info("of none")
+        log.info("after")
+    assert [entry.get("job") for entry in logs] == ["jobs/a", "jobs/b", None, None]

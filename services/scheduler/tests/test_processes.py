@@ -1,6 +1,7 @@
 """The process launcher by itself: adoption, orphans, logs, folders."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -188,3 +189,12 @@ def test_the_tail_of_a_log_is_short(tmp_path: Path) -> None:
     assert len(tail(path).splitlines()) == 15
     path.write_bytes(b"\xff" + b"x" * 100_000)
     assert len(tail(path)) == 1200
+
+
+def test_the_tail_of_a_log_is_for_every_job_on_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    about = json.dumps({"job": "jobs/a", "event": "secret", "exception": "x" * 300_000})
+    path.write_text(f'{about}\n{{"event": "shared"}}\nTraceback\n{{"job": "jobs/a", "event": "secret"}}\n')
+    assert tail(path) == '{"event": "shared"}\nTraceback'
+    path.write_text(about + "\n")
+    assert tail(path) == ""

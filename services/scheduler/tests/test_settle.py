@@ -296,10 +296,8 @@ class Ticks(RuleBasedStateMachine):
 
 def _by_id(rows: Sequence[Any]) -> dict[str, Any]:
     """Rows as they are stored: what waiting jobs are told is not."""
-    return {
-        row.id: replace(row, queue_position=0, state_reason="", revision=0) if isinstance(row, Job) else row
-        for row in rows
-    }
+    untold = {"queue_position": 0, "estimated_start_time": None, "state_reason": "", "revision": 0}
+    return {row.id: replace(row, **untold) if isinstance(row, Job) else row for row in rows}
 
 
 TestTicks = Ticks.TestCase

@@ -402,3 +402,44 @@ async def test_a_database_of_a_newer_program_is_refused(database: SqlDatabase, r
     with pytest.raises(Exception, match="9999"):
         await newer.open(NOW, ME)
     await newer.close()
+
+
+async def test_what_became_of_a_job_is_kept_with_the_change_it_tells_of(database: SqlDatabase) -> None:
+    def change(tx: Transaction) -> None:
+        first = tx.jobs.add(job("j1", JobState.QUEUED))
+        tx.history.add(replace(first, error=None, state_reason="queued"), NOW)
+        tx.history.add(replace(first, error=Failure("", "broke\nand more"), state=JobState.FAILED), NOW)
+        # Also within the transaction.
+        assert [event.state for event in tx.history.of_job("j1", 0)] == [JobState.QUEUED, JobState.FAILED]
+
+    await database.run(change)
+    first, second = await database.run(lambda tx: tx.history.of_job("j1", 0))
+    assert (first.reason, second.reason, first.time) == ("queued", "broke", NOW)
+    assert await database.run(lambda tx: tx.history.of_job("j1", first.seq)) == [second]
+    assert await database.run(lambda tx: tx.history.of_job("j2", 0)) == []
+
+    def fail(tx: Transaction) -> None:
+        tx.history.add(job("j1"), NOW)
+        raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        await database.run(fail)
+    assert len(await database.run(lambda tx: tx.history.of_job("j1", 0))) == 2
+
+
+async def test_servers_that_a_job_was_on_and_how_long_jobs_held_slots(database: SqlDatabase) -> None:
+    def fill(tx: Transaction) -> None:
+        for number, server in enumerate(("s2", "s1", "s2")):
+            at = NOW + timedelta(seconds=number)
+            ended = replace(assignment(f"a{number}", "j1", 0, AssignmentState.ENDED), server_id=server)
+            tx.assignments.add(replace(ended, create_time=at))
+        tx.assignments.add(assignment("b", "j2", 1))
+        for number in range(3):
+            tx.jobs.add(replace(job(f"e{number}", JobState.SUCCEEDED), held_s=float(number), end_time=NOW))
+        tx.jobs.add(replace(job("running", JobState.RUNNING), held_s=9.0, end_time=None))
+
+    await database.run(fill)
+    assert await database.run(lambda tx: tx.assignments.servers_of("j1")) == ["s2", "s1"]
+    assert await database.run(lambda tx: tx.assignments.servers_of("j2")) == ["s1"]
+    assert [held for _, held in await database.run(lambda tx: tx.jobs.held(9))] == [2.0, 1.0]
+    assert len(await database.run(lambda tx: tx.jobs.held(1))) == 1

@@ -88,7 +88,7 @@ def queue(state_dir: StateDir = None, address: Address = None, key: Key = None) 
         for job in found
     ]
     titles = ("place", "job", "name", "kind", "priority", "made", "starts", "takes", "waits for")
-    show(titles, rows, "nobody waits")
+    show(titles, rows, "nobody waits", sparse=("starts",))
 
 
 def servers(
@@ -172,7 +172,7 @@ def show_jobs(found: Iterable[job_pb2.Job]) -> None:
             *_named(job),
             str(job.attempt),
             _ago(job, "create_time"),
-            _starts(job) or _ago(job, "start_time"),
+            _starts(job),
             takes(job.cost),
             job.run,
             job.error.message or job.state_reason or job.outcome_message,
@@ -180,7 +180,7 @@ def show_jobs(found: Iterable[job_pb2.Job]) -> None:
         for job in found
     ]
     titles = ("job", "name", "kind", "state", "attempt", "made", "starts", "takes", "run", "why")
-    show(titles, rows, "no jobs")
+    show(titles, rows, "no jobs", sparse=("starts", "run", "why"))
 
 
 def show_servers(found: Iterable[job_pb2.Server]) -> None:

@@ -76,7 +76,11 @@ class ProjectJobs:
         a server instead.
         """
         request = pb.ReadLogsRequest(
-            name=full_name(name), server=server, follow=follow, tail_lines=tail_lines, all_lines=all_lines
+            name=full_name(name),
+            server=f"servers/{server.removeprefix('servers/')}" if server else "",
+            follow=follow,
+            tail_lines=tail_lines,
+            all_lines=all_lines,
         )
         return read_logs(self._control, request)
 

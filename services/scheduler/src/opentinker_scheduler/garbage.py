@@ -10,8 +10,8 @@ _YOUNG, _MIDDLE, _OLD = 50_000, 20, 100
 
 
 def collect_seldom() -> None:
-    """Look less often; what was imported so far is left out for good. Objects in no cycle are freed at once as
-    ever."""
+    """Look less often; what was imported so far is left out for good. Objects that are in no cycle are freed
+    at once as ever."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _OLD)

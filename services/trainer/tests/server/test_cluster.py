@@ -158,6 +158,10 @@ async def test_slots_attempts_and_the_catalog(
         await client.done_seq(3)
         version = f"{client.policy}/versions/1"
         assert known.recorded == [(client.policy, 5), (version, 5)]
+        # The job's owner may read of it.
+        (told,) = [line for line in process.log().splitlines() if "operation done" in line]
+        assert all(word in told for word in ("job=jobs/j ", "kind=publish_weights", "step=1")), told
+        assert any("slot ready" in line and "job=jobs/j" in line for line in process.log().splitlines())
 
         # The slot is taken back: everything is saved, nothing is held.
         await known.release("a1")

@@ -162,8 +162,9 @@ class NodeAgent:
     def _tail(self) -> str:
         with contextlib.suppress(OSError), (self._folder / LOG).open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            start = file.seek(max(0, file.tell() - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+            return text.partition("\n")[2] if start > 0 else text
         return ""
 
 

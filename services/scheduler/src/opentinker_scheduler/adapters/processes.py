@@ -31,7 +31,7 @@ SETTINGS = "settings.json"
 LOG = "server.log"
 _KILL_WAIT_S = 5.0
 _KEPT_FOLDERS = 16
-_TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 16_384, 15, 1_200
+_TAIL_BYTES, _TAIL_LINES, _TAIL_CHARS = 2**18, 15, 1_200
 _GPU_WAIT_S, _LOOK_S = 60.0, 0.05
 """A killed process may take long to give back what it had on GPUs."""
 _START_SLACK_S = 2.0
@@ -280,10 +280,12 @@ def tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            return last_lines(file.read().decode(errors="replace"))
+            start = file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
+    # Of a line that lacks its beginning nobody can say what it is about.
+    return last_lines(text.partition("\n")[2] if start > 0 else text)
 
 
 def last_lines(text: str) -> str:

@@ -241,6 +241,7 @@ class SqlDatabase:
                 self._read_anew(connection)
             transaction = SqlTransaction(connection, self._live)
             result = work(transaction)
+            transaction.history.write()
             leader.confirm(connection, self._epoch)
             jobs = transaction.jobs
             change = Committed(frozenset(jobs.touched), frozenset(jobs.told), transaction.outbox.touched)
