@@ -25,8 +25,8 @@ from opentinker_scheduler.domain.admission import Model
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.garbage import collect_seldom
+from opentinker_scheduler.launcher_ports import Started
 from opentinker_scheduler.log_ports import LogPart
-from opentinker_scheduler.ports import Started
 from opentinker_scheduler.settings import SchedulerSettings, TenantSettings
 
 

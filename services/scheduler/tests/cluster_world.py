@@ -34,8 +34,9 @@ from opentinker_scheduler.domain.limits import Limits
 from opentinker_scheduler.domain.model import Assignment, AssignmentState, Role, Server
 from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.domain.shares import Tenants
+from opentinker_scheduler.launcher_ports import Started
 from opentinker_scheduler.log_ports import LogPart
-from opentinker_scheduler.ports import Started, Transaction
+from opentinker_scheduler.ports import Transaction
 from opentinker_scheduler.servicers.jobs import SchedulerServicer
 from opentinkerapi.events.v1 import event_pb2
 

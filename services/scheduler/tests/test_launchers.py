@@ -18,7 +18,7 @@ from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, Sta
 from opentinker_scheduler.adapters.ray_cluster import RayCluster
 from opentinker_scheduler.adapters.ray_launcher import RayLauncher, RayRecipe
 from opentinker_scheduler.domain.model import Role, Server, ServerOptions, ServerState
-from opentinker_scheduler.ports import Launcher, OnExit
+from opentinker_scheduler.launcher_ports import Launcher, OnExit
 
 MODULES = {"trainer": "small_program"}
 

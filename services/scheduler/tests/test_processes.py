@@ -93,7 +93,7 @@ async def test_a_process_waits_for_the_end_of_the_one_that_had_its_gpus(folder: 
     # Also where the one that had them was found by a successor.
     watch.launcher.close()
     second = Watch(folder)
-    second.launcher.adopt([replace(server("s2"), devices=("here/1",))])
+    await second.launcher.adopt([replace(server("s2"), devices=("here/1",))])
     waiting = asyncio.create_task(second.launcher.start(replace(server("s5"), devices=("here/1",))))
     await asyncio.sleep(0.2)
     assert not waiting.done()

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import importlib.metadata
-import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +21,8 @@ from opentinker_kit.objects import ObjectStore, S3ObjectStore
 from opentinker_kit.server import KitServer, build_server
 from opentinker_kit.settings import read_secret
 from opentinker_scheduler.access import SERVICES, access_table, is_audited
-from opentinker_scheduler.adapters.gpus import this_node
 from opentinker_scheduler.adapters.metrics import SchedulerMetrics
 from opentinker_scheduler.adapters.models import DiskModels, ServedModels
-from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher, this_python
-from opentinker_scheduler.adapters.ray_cluster import RayCluster
-from opentinker_scheduler.adapters.ray_launcher import RayLauncher, RayRecipe
 from opentinker_scheduler.adapters.sql.database import Committed, SqlDatabase
 from opentinker_scheduler.application.accounts import Accounts, KeyRing
 from opentinker_scheduler.application.answers import Answers
@@ -54,10 +49,10 @@ from opentinker_scheduler.application.usage import Usage
 from opentinker_scheduler.application.warm import warm_servers
 from opentinker_scheduler.application.watch import JobWatchers
 from opentinker_scheduler.dependencies import look_at_dependencies
-from opentinker_scheduler.domain.model import Server
-from opentinker_scheduler.launch_settings import node_settings, server_settings
+from opentinker_scheduler.launcher_ports import Launcher
+from opentinker_scheduler.launching import make_launcher
 from opentinker_scheduler.leadership import Leadership
-from opentinker_scheduler.ports import Database, Launcher, ModelSource, Transaction
+from opentinker_scheduler.ports import Database, ModelSource, Transaction
 from opentinker_scheduler.replica_ports import LeadershipLost, Replica
 from opentinker_scheduler.servicers.accounts import AccountServicer
 from opentinker_scheduler.servicers.catalog import CatalogServicer
@@ -170,14 +165,18 @@ class Scheduler:
 
         While another scheduler leads the database it stands by: NOT_SERVING, and every call is told who does.
         """
-        warm = [(one.spec(), one.count) for one in self._settings.warm_servers]
-        self._placing.warm = await warm_servers(warm, self._offer.on(self.launcher.nodes()), self._models)
+        # The nodes of Ray are known once it is connected to.
+        nodes_are_known = self._settings.launcher != "ray"
+        if nodes_are_known:
+            await self._look_at_warm_servers()
         port = await self.server.start(install_signals=install_signals)
         if not await self._take_the_lead():
             return port
         self._cluster.name = self.database.cluster
         self._leases.begin()
         await self.reconciler.adopt()
+        if not nodes_are_known:
+            await self._look_at_warm_servers()
         loop = asyncio.get_running_loop()
         for name, work in (
             ("reconciler", self._lead(self.reconciler.run())),
@@ -193,6 +192,10 @@ class Scheduler:
             self._tasks.append(loop.create_task(work, name=name))
         await self.server.set_serving(True)
         return port
+
+    async def _look_at_warm_servers(self) -> None:
+        warm = [(one.spec(), one.count) for one in self._settings.warm_servers]
+        self._placing.warm = await warm_servers(warm, self._offer.on(self.launcher.nodes()), self._models)
 
     async def run(self) -> None:
         """Serve until told to stop; raises what made it stop by itself."""
@@ -277,48 +280,12 @@ class Scheduler:
         blob_service_pb2_grpc.add_BlobServiceServicer_to_server(BlobServicer(blobs), server)
 
     def _launcher(self) -> Launcher:
-        settings = self._settings
-        if settings.launcher == "static":
-            return StaticLauncher()
-        if settings.launcher == "ray":
-            return self._ray_launcher()
-        recipe = Recipe(
-            directory=settings.state_dir.absolute() / "servers",
-            python=settings.python or this_python(),
-            modules=settings.server_modules,
-            settings_for=lambda server, folder: server_settings(
-                settings, self.server.address, server, folder
-            ),
-            pass_fds=_inherited(settings),
-            node=(node := this_node(settings.gpus, settings.accelerator)),
-            gives_gpus=node is not None and any(settings.engine_gpus.values()),
+        return make_launcher(
+            self._settings,
+            lambda: self.server.address,
+            lambda: self.database.cluster,
+            lambda server_id, code: self.reconciler.exited(server_id, code),
         )
-        return ProcessLauncher(recipe, lambda server_id, code: self.reconciler.exited(server_id, code))
-
-    def _ray_launcher(self) -> Launcher:
-        settings = self._settings
-
-        def bundle(server: Server) -> Mapping[str, float]:
-            engine = server.options.engine
-            gpus = settings.engine_gpus.get(engine, 0)
-            kind = server.options.accelerator
-            return {
-                **settings.ray_bundles.get(engine, {"CPU": 1.0}),
-                **({"GPU": float(gpus)} if gpus else {}),
-                **({f"accelerator_type:{kind}": 0.001} if kind else {}),
-            }
-
-        recipe = RayRecipe(
-            directory=settings.state_dir.absolute() / "servers",
-            python=settings.python,
-            modules=settings.server_modules,
-            told=lambda server: node_settings(settings, self.server.address, server),
-            bundle_for=bundle,
-            new_key=lambda: secrets.token_urlsafe(32),
-            adds_nodes=settings.ray_autoscaler,
-        )
-        cluster = RayCluster(settings.ray_address, lambda: self.database.cluster)
-        return RayLauncher(recipe, cluster, lambda server_id, code: self.reconciler.exited(server_id, code))
 
     def _ended(self, call: EndedCall) -> None:
         if is_audited(call):
@@ -422,11 +389,6 @@ def _timing(settings: SchedulerSettings) -> Timing:
         idle_s=settings.idle_stop_s,
         stop_grace_s=settings.stop_grace_s,
     )
-
-
-def _inherited(settings: SchedulerSettings) -> Sequence[int]:
-    lifeline = () if settings.lifeline_fd is None else (settings.lifeline_fd,)
-    return (*lifeline, *settings.inherit_fds)
 
 
 def _token_secret(settings: SchedulerSettings) -> str:

@@ -79,6 +79,9 @@ def node_settings(
             told.pop(name, None)
     if "listen_host" not in extra:
         told["listen_host"] = "{address}"
+    if server.options.engine == "torch" and settings.engine_gpus.get("torch") and "device" not in extra:
+        # Also where nodes are added, and so nobody knows beforehand which GPUs it gets.
+        told["device"] = "cuda"
     return {
         name: value if name in extra else _shipped(name, value, files) for name, value in told.items()
     }, files

@@ -22,8 +22,8 @@ from opentinker_kit.settings import ServerSettings
 from opentinker_scheduler.domain.logs import about_nobody
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.domain.nodes import Node, id_of
+from opentinker_scheduler.launcher_ports import OnExit, Started
 from opentinker_scheduler.log_ports import LogPart
-from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
 

@@ -24,8 +24,8 @@ from opentinker_scheduler.adapters.processes import (
 from opentinker_scheduler.adapters.ray_cluster import Bundle, RayActor, RayCluster, RayLost
 from opentinker_scheduler.domain.model import Role, Server
 from opentinker_scheduler.domain.nodes import Node
+from opentinker_scheduler.launcher_ports import OnExit, Started
 from opentinker_scheduler.log_ports import LogPart
-from opentinker_scheduler.ports import OnExit, Started
 
 log = structlog.get_logger()
 

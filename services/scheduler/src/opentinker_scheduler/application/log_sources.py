@@ -9,7 +9,7 @@ from typing import Protocol
 from opentinker_scheduler.domain.logs import Written, is_about, may_be_about, read_line
 from opentinker_scheduler.domain.model import Role, Server
 from opentinker_scheduler.domain.records import JobEvent
-from opentinker_scheduler.ports import Launcher
+from opentinker_scheduler.launcher_ports import Launcher
 
 _BLOCK = 2**16
 """So much of a log is read at once; a line that is longer is cut."""

@@ -19,7 +19,8 @@ from opentinker_scheduler.application.pages import invalid_token, make_token, re
 from opentinker_scheduler.domain.model import Server
 from opentinker_scheduler.domain.names import require
 from opentinker_scheduler.domain.records import JobEvent
-from opentinker_scheduler.ports import Database, Launcher, Transaction
+from opentinker_scheduler.launcher_ports import Launcher
+from opentinker_scheduler.ports import Database, Transaction
 from opentinkerapi.runtime.reasons import Reason
 
 MAX_TAIL = 10_000

@@ -24,7 +24,8 @@ from opentinker_scheduler.application.settle import Ending, Observed, Settled, s
 from opentinker_scheduler.application.timers import Timers, Timing
 from opentinker_scheduler.domain import jobs as rules
 from opentinker_scheduler.domain.model import Failure, JobState, OnClientLoss, Server, ServerState
-from opentinker_scheduler.ports import Database, Launcher, Started, Transaction
+from opentinker_scheduler.launcher_ports import Launcher, Started
+from opentinker_scheduler.ports import Database, Transaction
 from opentinker_scheduler.replica_ports import LeadershipLost
 from opentinkerapi.runtime.reasons import Reason
 
