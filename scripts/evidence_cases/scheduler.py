@@ -226,12 +226,14 @@ async def dead_server(folder: Path) -> dict[str, Any]:
     moved: list[float] = []
     try:
         await until(stage.answers, time.perf_counter(), "it serves")
-        job = (await stage.stub.CreateJob(pb.CreateJobRequest(request_id="job", job=new_job()))).job.name
+        for number in range(3):
+            # Each its own: a job whose servers die again and again fails.
+            request = pb.CreateJobRequest(request_id=f"job-{number}", job=new_job())
+            job = (await stage.stub.CreateJob(request)).job.name
 
-        async def runs() -> bool:
-            return job in await stage.running()
+            async def runs(job: str = job) -> bool:
+                return job in await stage.running()
 
-        for _ in range(3):
             await until(runs, time.perf_counter(), "the job runs")
             (server,) = (await stage.stub.ListServers(pb.ListServersRequest())).servers
             os.kill(server.pid, signal.SIGSTOP)
@@ -243,6 +245,7 @@ async def dead_server(folder: Path) -> dict[str, Any]:
 
             noticed.append(await until(given_up, stopped, "it is given up"))
             moved.append(await until(runs, stopped, "the job runs elsewhere"))
+            await stage.stub.CancelJob(pb.CancelJobRequest(name=job, request_id=f"cancel-{number}"))
         return {"noticed_s": _spread(noticed), "job_runs_again_s": _spread(moved)}
     finally:
         replica.send(signal.SIGTERM)
