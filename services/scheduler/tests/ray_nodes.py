@@ -2,12 +2,15 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 TESTS = Path(__file__).parent
 
@@ -63,14 +66,19 @@ class RayNodes:
 @contextmanager
 def ray_nodes(*nodes: tuple[int, int]) -> Iterator[RayNodes]:
     """A cluster with nodes of so many CPUs and GPUs each."""
-    before = os.environ.get("PYTHONPATH", "")
+    # Short, because Ray's sockets are below it.
+    folder = tempfile.mkdtemp(prefix="otr-", dir="/tmp")
+    python_path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     # What a node's processes see is what this process has when the node starts.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), before])
-    cluster = RayNodes()
-    try:
-        for cpus, gpus in nodes:
-            cluster.add(cpus, gpus)
-        yield cluster
-    finally:
-        cluster.shutdown()
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", python_path)
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)
+        cluster = RayNodes()
+        try:
+            for cpus, gpus in nodes:
+                cluster.add(cpus, gpus)
+            yield cluster
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)

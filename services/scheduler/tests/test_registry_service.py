@@ -201,6 +201,11 @@ async def test_slots_have_bounds(static: Any, slots: int) -> None:
     assert error.reason == Reason.INVALID_FIELD
 
 
+async def test_a_digest_of_any_length_is_no_digest(static: Any) -> None:
+    error = await refused(static.registry.RegisterServer(registration(base_digest="d" * 81)))
+    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "base_digest")
+
+
 async def test_users_cannot_register_servers(static: Any) -> None:
     """A user's key reaches users' methods only."""
     stub = ServerRegistryServiceStub(static.channel("bootstrap"))

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -170,10 +171,13 @@ class NodeAgent:
 
 def _folder(cluster: str, name: str) -> Path:
     """A new folder of this user's on this node, after the oldest ones of ended processes were removed."""
-    root = Path(tempfile.gettempdir()) / f"opentinker-{os.getuid()}" / cluster
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if root.parent.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{root.parent} belongs to another user")
+    ours = Path(tempfile.gettempdir()) / f"opentinker-{os.getuid()}"
+    ours.mkdir(exist_ok=True, mode=0o700)
+    found = ours.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise RuntimeError(f"{ours} is not a folder of this user's alone; remove it")
+    root = ours / cluster
+    root.mkdir(exist_ok=True, mode=0o700)
     ended = [one for one in root.iterdir() if not _is_held(one / LOCK)]
     for one in sorted(ended, key=lambda path: path.stat().st_mtime)[:-KEPT_FOLDERS]:
         shutil.rmtree(one, ignore_errors=True)

@@ -18,6 +18,7 @@ Bundle = Mapping[str, float]
 
 _ACCELERATOR = "accelerator_type:"
 _STOP_S = 3.0
+_GLANCE_S = 0.01
 
 T = TypeVar("T")
 
@@ -79,9 +80,9 @@ class RayCluster:
         """Ask for room; asking again changes nothing."""
         await self._do(lambda: self._make_group(name, bundles))
 
-    async def placed(self, name: str, within_s: float) -> bool:
-        """Whether a group has its room, after a while at most."""
-        return await self._do(lambda: bool(self._group(name).wait(within_s)))
+    async def placed(self, name: str) -> bool:
+        """Whether a group has its room."""
+        return await self._do(lambda: bool(self._group(name).wait(_GLANCE_S)))
 
     async def make_actors(self, name: str, bundle: Bundle, count: int) -> list[RayActor]:
         """An actor in each bundle of a group."""

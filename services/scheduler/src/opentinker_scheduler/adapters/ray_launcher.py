@@ -191,8 +191,9 @@ class RayLauncher:
     async def _start(self, server: Server) -> _Group:
         bundle, ranks = self._recipe.bundle_for(server), _ranks(server)
         await self._cluster.make_group(server.id, [bundle] * ranks)
-        while not await self._cluster.placed(server.id, _PLACED_EVERY_S):
+        while not await self._cluster.placed(server.id):
             self._waiting[server.id] = self._lacking(bundle, ranks)
+            await asyncio.sleep(_PLACED_EVERY_S)
         self._waiting.pop(server.id, None)
         agents = await self._cluster.make_actors(server.id, bundle, ranks)
         key = self._recipe.new_key()
@@ -288,7 +289,10 @@ class RayLauncher:
             await asyncio.shield(self._ended(server_id, code))
 
     async def _ended(self, server_id: str, code: int | None) -> None:
-        group = self._groups.pop(server_id)
+        group = self._groups.pop(server_id, None)
+        if group is None:
+            # Somebody else saw it end, too.
+            return
         self._tails[server_id] = group.tail
         while len(self._tails) > _KEPT_TAILS:
             del self._tails[next(iter(self._tails))]

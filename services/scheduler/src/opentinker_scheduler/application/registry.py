@@ -24,7 +24,7 @@ from opentinker_scheduler.domain.records import Fact
 from opentinker_scheduler.ports import Database, Transaction
 from opentinkerapi.runtime.reasons import Reason
 
-MAX_SLOTS = 1024
+MAX_SLOTS, MAX_DIGEST = 1024, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,9 @@ class Registry:
         if not 1 <= asked.slots <= MAX_SLOTS:
             text = f"slots is {asked.slots}; it must be from 1 to {MAX_SLOTS}"
             raise ServiceError(Reason.INVALID_FIELD, text, field="slots")
+        if len(asked.base_digest) > MAX_DIGEST:
+            text = f"base_digest has {len(asked.base_digest)} characters; at most {MAX_DIGEST}"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="base_digest")
         server = await self._database.run(lambda tx: self._register(tx, asked))
         self._leases.grant_server(server.id)
         self._wake()
