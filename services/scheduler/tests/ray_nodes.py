@@ -66,6 +66,8 @@ class RayNodes:
 @contextmanager
 def ray_nodes(*nodes: tuple[int, int]) -> Iterator[RayNodes]:
     """A cluster with nodes of so many CPUs and GPUs each."""
+    # Asked once, so that this process keeps the one that it has.
+    tempfile.gettempdir()
     # Short, because Ray's sockets are below it.
     folder = tempfile.mkdtemp(prefix="otr-", dir="/tmp")
     python_path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
@@ -73,7 +75,6 @@ def ray_nodes(*nodes: tuple[int, int]) -> Iterator[RayNodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", python_path)
         patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", None)
         cluster = RayNodes()
         try:
             for cpus, gpus in nodes:
