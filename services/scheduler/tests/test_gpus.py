@@ -297,6 +297,7 @@ def test_settings_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
         ({"gpus": ["0"]}, "engine_gpus gives no engine"),
         ({"engine_gpus": {"vlm": 1}}, "engine_gpus names 'vlm'"),
         ({"gpus": ["0", "0"], "engine_gpus": {"torch": 1}}, "each of them once"),
+        ({"engine_gpus": {"vllm": 2}}, r"engine_gpus\[vllm\] is 2: a rank of it computes on one GPU"),
         ({"engine_gpus": {"torch": -1}}, "greater than or equal to 0"),
         ({"warm_servers": [WARM], "launcher": "static"}, "warm_servers"),
         ({"warm_servers": [WARM | {"options": {"engin": "noop"}}]}, "engin"),

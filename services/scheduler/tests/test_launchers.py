@@ -6,19 +6,24 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import ValidationError
 from services.scheduler.tests.ray_nodes import RayNodes, ray_nodes
 
+from opentinker_kit.files import make_key_file
 from opentinker_kit.testing import wait_until
 from opentinker_scheduler.adapters.processes import ProcessLauncher, Recipe, StaticLauncher
 from opentinker_scheduler.adapters.ray_cluster import RayCluster
 from opentinker_scheduler.adapters.ray_launcher import RayLauncher, RayRecipe
 from opentinker_scheduler.domain.model import Role, Server, ServerOptions, ServerState
+from opentinker_scheduler.launch_settings import node_settings
 from opentinker_scheduler.launcher_ports import Launcher, OnExit
+from opentinker_scheduler.settings import SchedulerSettings
 
 MODULES = {"trainer": "small_program"}
 
@@ -180,6 +185,56 @@ async def test_where_there_is_no_room_a_start_waits_and_can_be_given_up(
     assert await cluster.groups() == []
     assert launcher.waits() == {}
     launcher.close()
+
+
+def test_settings_of_ray_that_would_do_nothing_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more, words in (
+        ({"ray_bundles": {"torch": {"CPU": 4}}}, "ray_bundles is for the launcher ray"),
+        ({"ray_autoscaler": "KubeRay"}, "ray_autoscaler is for the launcher ray"),
+        ({"launcher": "ray", "ray_bundles": {"torch": {"GPU": 1}}}, "say in engine_gpus how many"),
+        ({"launcher": "ray", "ray_bundles": {"torhc": {"CPU": 1}}}, "ray_bundles names 'torhc'"),
+        ({"launcher": "ray", "ray_bundles": {"torch": {"CPU": 0}}}, "greater than 0"),
+        ({"launcher": "ray", "engines": ["torhc"]}, "engines names 'torhc'"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            SchedulerSettings(state_dir=tmp_path, **more)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValidationError, match=r'pip install "opentinker-scheduler\[ray\]"'):
+        SchedulerSettings(state_dir=tmp_path, launcher="ray")
+
+
+def test_what_a_server_on_another_host_is_told(tmp_path: Path) -> None:
+    """Files of this host are taken along, and what means nothing there is left out; the operator's own
+    settings for the role are of that host."""
+    keys = {f"{name}_key_file": make_key_file(tmp_path / f"{name}.key") for name in ("service", "bootstrap")}
+    settings = SchedulerSettings(
+        state_dir=tmp_path,
+        launcher="ray",
+        listen_host="10.0.0.2",
+        lifeline_fd=3,
+        traces_file=tmp_path / "traces.jsonl",
+        engine_gpus={"torch": 1},
+        s3={"endpoint": "s3:9000", "access_key": "a", "secret_key_file": str(tmp_path / "s3.key")},
+        server_settings={"trainer": {"metrics_key_file": "/etc/there.key"}},
+        **keys,
+    )
+    asked = server()
+    asked = replace(asked, options=ServerOptions(engine="torch"))
+    told, files = node_settings(settings, "10.0.0.2:7070", asked)
+    assert files == {
+        "service_key_file": keys["service_key_file"],
+        "bootstrap_key_file": keys["bootstrap_key_file"],
+        "s3.secret_key_file": tmp_path / "s3.key",
+    }
+    assert told["service_key_file"] == "{folder}/service_key_file"
+    assert told["s3"]["secret_key_file"] == "{folder}/s3.secret_key_file"
+    assert told["metrics_key_file"] == "/etc/there.key"
+    assert (told["listen_host"], told["state_dir"], told["device"]) == ("{address}", "{folder}", "cuda")
+    assert told["scheduler_address"] == "10.0.0.2:7070"
+    assert not {"lifeline_fd", "traces_file", "scheduler_address_file"} & told.keys()
+    assert settings.offer().engines[Role.INFERENCE] == ("vllm", "transformers", "noop")
 
 
 async def test_static_starts_nothing_and_says_so() -> None:

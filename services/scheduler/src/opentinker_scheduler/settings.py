@@ -30,6 +30,9 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 _SQLITE, _POSTGRESQL = "sqlite:///", "postgresql://"
 
+_SIMULATED = ("noop",)
+"""Engines that compute nothing, and may pretend to take as many GPUs as a test needs."""
+
 _MODULES = {Role.TRAINER.value: "opentinker_trainer", Role.INFERENCE.value: "opentinker_inference"}
 _MAX_ENGINE_SERVERS = {"torch": 4, "vllm": 2, "transformers": 4}
 
@@ -288,6 +291,12 @@ class SchedulerSettings(ServerSettings):
         known = {engine for engines in ENGINES.values() for engine in engines}
         if unknown := sorted(self.engine_gpus.keys() - known):
             raise ValueError(f"engine_gpus names {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
+        wide = [name for name, gpus in self.engine_gpus.items() if gpus > 1 and name not in _SIMULATED]
+        if wide:
+            raise ValueError(
+                f"engine_gpus[{wide[0]}] is {self.engine_gpus[wide[0]]}: a rank of it computes on one GPU, "
+                "and the others would be wasted; spread a policy over more with ranks"
+            )
         if self.gpus and not any(self.engine_gpus.values()):
             raise ValueError("gpus names GPUs, but engine_gpus gives no engine any of them")
         if self.gpus is not None and (len(set(self.gpus)) < len(self.gpus) or "" in self.gpus):
