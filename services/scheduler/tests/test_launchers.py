@@ -122,6 +122,12 @@ async def test_exit_code_and_log_come_back(make: Make) -> None:
     assert watch.launcher.log_tail("s1") == "something broke"
     assert watch.launcher.watched() == ()
 
+    async def read() -> bool:
+        part = await watch.launcher.read_log("s1", 4, 100)
+        return part is not None and (part.data, part.size) == (b"thing broke\n", 16)
+
+    await wait_until(read, 10, what="the log can be read")
+
 
 async def test_a_killed_server_is_told_and_leaves_nothing(make: Make) -> None:
     watch = make()

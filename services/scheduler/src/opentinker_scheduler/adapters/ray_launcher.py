@@ -80,6 +80,8 @@ class RayLauncher:
         self._cluster = cluster
         self._on_exit = on_exit
         self._groups: dict[str, _Group] = {}
+        self._leaving: dict[str, _Group] = {}
+        """Of servers that ended, while their logs are fetched."""
         self._waiting: dict[str, str] = {}
         self._tails: dict[str, str] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -161,7 +163,7 @@ class RayLauncher:
         return last_lines(group.tail if group is not None else self._tails.get(server_id, ""))
 
     async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
-        group = self._groups.get(server_id)
+        group = self._groups.get(server_id) or self._leaving.get(server_id)
         if group is None:
             return await asyncio.to_thread(read_part, self._kept_log(server_id), offset, limit)
         try:
@@ -302,8 +304,10 @@ class RayLauncher:
             if task is not current:
                 task.cancel()
         log.info("ended", server=server_id, exit_code=code)
+        self._leaving[server_id] = group
         self._on_exit(server_id, code)
         await self._keep_log(server_id, group)
+        del self._leaving[server_id]
         await self._remove(server_id)
 
     async def _keep_log(self, server_id: str, group: _Group) -> None:
