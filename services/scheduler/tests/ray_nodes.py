@@ -26,13 +26,17 @@ class RayNodes:
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
         )
         self.nodes: list[Any] = []
+        self._added = 0
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
 
     def add(self, cpus: int = 4, gpus: int = 0) -> Any:
-        node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus)
+        # Each with an address of its own: a scheduler here is then on the head, which is never lost.
+        self._added += 1
+        address = f"127.0.0.{self._added + 1}"
+        node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, node_ip_address=address)
         self.nodes.append(node)
         return node
 

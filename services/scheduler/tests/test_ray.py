@@ -76,7 +76,7 @@ async def test_servers_run_on_the_nodes_with_gpus_of_their_own(
         assert key.read_text() == (rig.folder / "service.key").read_text()
         for path in (key, folder / "settings.json"):
             assert path.stat().st_mode & 0o777 == 0o600
-        assert settings["listen_host"] == nodes.address.partition(":")[0]
+        assert settings["listen_host"] == nodes.node_of(server.pid).node_ip_address
         (assigned,) = told(server)
         assert assigned["job"] == job.name
         env = psutil.Process(server.pid).environ()
@@ -229,4 +229,8 @@ async def test_exit_code_and_log_of_a_server_on_a_node_come_back(
     job = await rig.create_job(make_slot(TRAINER))
     job = await rig.until(job.name, job_pb2.JOB_STATE_FAILED, timeout_s=90)
     assert "exited with code 3; its log ends:\nsomething broke" in job.error.message
-    assert await groups(rig) == []
+
+    async def nothing_left() -> bool:
+        return await groups(rig) == []
+
+    await wait_until(nothing_left, 20, what="what it reserved is free")

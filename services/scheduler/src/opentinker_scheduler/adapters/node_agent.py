@@ -71,6 +71,12 @@ class NodeAgent:
 
         return str(ray.util.get_node_ip_address())
 
+    async def node(self) -> str:
+        """Ray's id of this node."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     async def ready(self) -> dict[str, Any]:
         """What the process wrote into its ready file. RuntimeError with the log's end if it does not come."""
         deadline = time.monotonic() + _READY_S

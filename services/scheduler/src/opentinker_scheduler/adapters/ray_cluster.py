@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ Bundle = Mapping[str, float]
 """Ray resources of one rank, as in {"CPU": 1, "GPU": 1}."""
 
 _ACCELERATOR = "accelerator_type:"
+_NODE_ID = "ray.io/node-id"
+"""A label that Ray gives each node."""
 _STOP_S = 3.0
 _GLANCE_S = 0.01
 
@@ -25,6 +27,11 @@ T = TypeVar("T")
 
 class RayLost(Exception):
     """Ray, a node or an actor does not answer, or refuses."""
+
+    def __init__(self, text: str, *, silent: bool = False) -> None:
+        """`silent`: nothing answers there, so its node may be gone, whatever Ray still thinks."""
+        super().__init__(text)
+        self.silent = silent
 
 
 class RayActor:
@@ -39,10 +46,16 @@ class RayActor:
 
         try:
             future = getattr(self._handle, method).remote(*arguments).future()
+        except Exception as error:
+            # Of no kind of its own: Ray does not know the actor any more.
+            raise RayLost(f"an actor is gone: {str(error).splitlines()[0]}") from error
+        try:
             # Shielded: Ray completes the future whether or not somebody still waits.
             return await asyncio.shield(asyncio.wrap_future(future))
         except ray.exceptions.RayTaskError as error:
             raise RayLost(str(error.cause)) from error
+        except ray.exceptions.ActorUnavailableError as error:
+            raise RayLost(f"an actor is silent: {str(error).splitlines()[0]}", silent=True) from error
         except ray.exceptions.RayError as error:
             raise RayLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
 
@@ -76,9 +89,9 @@ class RayCluster:
         """Nodes of the cluster, as of the last look."""
         return self._nodes
 
-    async def make_group(self, name: str, bundles: Sequence[Bundle]) -> None:
-        """Ask for room; asking again changes nothing."""
-        await self._do(lambda: self._make_group(name, bundles))
+    async def make_group(self, name: str, bundles: Sequence[Bundle], avoid: Collection[str] = ()) -> None:
+        """Ask for room, not on the nodes with these ids; asking again changes nothing."""
+        await self._do(lambda: self._make_group(name, bundles, avoid))
 
     async def placed(self, name: str) -> bool:
         """Whether a group has its room."""
@@ -158,12 +171,20 @@ class RayCluster:
                 found.append(Node(name, int(resources.get("GPU", 0)), kinds[0] if kinds else ""))
         return tuple(found)
 
-    def _make_group(self, name: str, bundles: Sequence[Bundle]) -> None:
+    def _make_group(self, name: str, bundles: Sequence[Bundle], avoid: Collection[str]) -> None:
         from ray.util.placement_group import placement_group
 
-        if name not in self._groups():
+        if name in self._groups():
+            return
+        elsewhere = {_NODE_ID: f"!in({','.join(sorted(avoid))})"}
+        placement_group(
+            [dict(one) for one in bundles],
             # Ranks belong together: on one node where they fit, on few otherwise.
-            placement_group([dict(one) for one in bundles], "PACK", self._full(name), "detached")
+            strategy="PACK",
+            name=self._full(name),
+            lifetime="detached",
+            bundle_label_selector=[elsewhere] * len(bundles) if avoid else None,
+        )
 
     def _group(self, name: str) -> Any:
         import ray

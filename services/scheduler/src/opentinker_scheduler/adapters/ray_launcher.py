@@ -7,6 +7,7 @@ namespace of this cluster. What is there and belongs to no server on record is r
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ _POLL_S = 10.0
 _ANSWER_S = 20.0
 _PLACED_EVERY_S = 0.5
 _STOP_SLACK_S = 10.0
+_AVOID_S = 120.0
 _KEPT_TAILS = 64
 _FETCH_S, _FETCH_BYTES, _MAX_LOG = 10.0, 1 << 20, 64 << 20
 _KEY = "rank.key"
@@ -66,9 +68,12 @@ class _Group:
     """A server's actors: its front, then the hosts of its other ranks."""
 
     agents: list[RayActor]
+    nodes: list[str]
+    """Ray's ids of the nodes that they are on."""
     started: Started
     tail: str = ""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
     watching: list[asyncio.Task[None]] = field(default_factory=list)
 
 
@@ -81,7 +86,9 @@ class RayLauncher:
         self._on_exit = on_exit
         self._groups: dict[str, _Group] = {}
         self._leaving: dict[str, _Group] = {}
-        """Of servers that ended, while their logs are fetched."""
+        """Of servers that ended, until nothing of them is left."""
+        self._avoided: dict[str, float] = {}
+        """Until when nothing is started on a node: Ray finds out late that one is gone."""
         self._waiting: dict[str, str] = {}
         self._tails: dict[str, str] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -97,6 +104,8 @@ class RayLauncher:
     async def start(self, server: Server) -> Started:
         if server.id in self._groups:
             return self._groups[server.id].started
+        if (before := self._leaving.get(server.id)) is not None:
+            await before.removed.wait()
         try:
             group = await self._start(server)
         except RayLost as error:
@@ -130,13 +139,18 @@ class RayLauncher:
             if agents is None:
                 await self._remove(server_id)
                 continue
-            self._watch(
-                server_id, _Group(agents, Started(server.pid, server.pid_start, Path(server.log_path)))
-            )
+            started = Started(server.pid, server.pid_start, Path(server.log_path))
+            try:
+                nodes = await _nodes_of(agents)
+            except RayLost as error:
+                log.warning("a node or an actor was lost meanwhile", server=server_id, error=str(error))
+                await self._remove(server_id)
+                continue
+            self._watch(server_id, _Group(agents, nodes, started))
         return {server_id: group.started for server_id, group in self._groups.items()}
 
     async def stop(self, server_id: str, grace_s: float) -> None:
-        group = self._groups.get(server_id)
+        group = self._groups.get(server_id) or self._leaving.get(server_id)
         if group is None:
             return
         with contextlib.suppress(RayLost):
@@ -147,6 +161,10 @@ class RayLauncher:
                 await group.gone.wait()
         if server_id in self._groups:
             await self._ended(server_id, None)
+        # What it reserved would stay reserved if this scheduler ended now.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SLACK_S + _FETCH_S):
+                await group.removed.wait()
 
     def watched(self) -> Collection[str]:
         return tuple(self._groups)
@@ -192,7 +210,9 @@ class RayLauncher:
 
     async def _start(self, server: Server) -> _Group:
         bundle, ranks = self._recipe.bundle_for(server), _ranks(server)
-        await self._cluster.make_group(server.id, [bundle] * ranks)
+        now = time.monotonic()
+        avoid = [node for node, until in self._avoided.items() if now < until]
+        await self._cluster.make_group(server.id, [bundle] * ranks, avoid)
         while not await self._cluster.placed(server.id):
             self._waiting[server.id] = self._lacking(bundle, ranks)
             await asyncio.sleep(_PLACED_EVERY_S)
@@ -217,7 +237,7 @@ class RayLauncher:
         said = await _within(agents[0].call("start", order), _ANSWER_S)
         self._check_reachable(str(settings.get("scheduler_address", "")), str(said["address"]))
         started = Started(int(said["pid"]), float(said["pid_start"]), Path(said["log_path"]))
-        return _Group(agents, started)
+        return _Group(agents, await _nodes_of(agents), started)
 
     async def _host(self, server: Server, rank: int, agent: RayActor, key: str) -> str:
         """Start the host of a rank; its address."""
@@ -285,6 +305,8 @@ class RayLauncher:
                     break
         except RayLost as error:
             log.warning("a node or an actor is lost", server=server_id, rank=index, error=str(error))
+            if error.silent:
+                self._avoided[group.nodes[index]] = time.monotonic() + _AVOID_S
         if index > 0:
             code = None
         if self._groups.get(server_id) is group:
@@ -307,8 +329,9 @@ class RayLauncher:
         self._leaving[server_id] = group
         self._on_exit(server_id, code)
         await self._keep_log(server_id, group)
-        del self._leaving[server_id]
         await self._remove(server_id)
+        del self._leaving[server_id]
+        group.removed.set()
 
     async def _keep_log(self, server_id: str, group: _Group) -> None:
         """Bring a server's log here: its node, or its folder there, may be gone when somebody asks for it."""
@@ -352,4 +375,8 @@ async def _within(answer: Awaitable[T], seconds: float) -> T:
         async with asyncio.timeout(seconds):
             return await answer
     except TimeoutError as error:
-        raise RayLost(f"an actor did not answer for {seconds:g} s") from error
+        raise RayLost(f"an actor did not answer for {seconds:g} s", silent=True) from error
+
+
+async def _nodes_of(agents: Sequence[RayActor]) -> list[str]:
+    return [str(node) for node in await asyncio.gather(*(_within(a.call("node"), _ANSWER_S) for a in agents))]

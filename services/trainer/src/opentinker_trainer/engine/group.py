@@ -231,7 +231,7 @@ def join(
     `local_rank` is the GPU of this process, by default its rank; `address` what this machine is to others.
     """
     # Named, because a host's own name need not resolve.
-    interface = "lo" if address == _HOST else rank_link.interface_of(address)
+    interface = "lo" if address.startswith("127.") else rank_link.interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     ranks = Ranks(rank, count, rank if local_rank is None else local_rank)
