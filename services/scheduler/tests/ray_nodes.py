@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on this machine, for tests."""
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -57,6 +58,17 @@ class RayNodes:
             if parent.pid in raylets:
                 return raylets[parent.pid]
         raise LookupError(f"process {pid} is on no node")
+
+    def reserved(self) -> list[str]:
+        """Names of what is reserved, by whomever."""
+        import ray
+
+        ray.init(self.address, namespace="tests", log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            table = ray.util.placement_group_table()
+            return [str(one["name"]) for one in table.values() if one["state"] != "REMOVED"]
+        finally:
+            ray.shutdown()
 
     def shutdown(self) -> None:
         import ray

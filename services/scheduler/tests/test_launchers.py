@@ -252,3 +252,9 @@ async def test_static_starts_nothing_and_says_so() -> None:
     await launcher.stop("s1", 0.0)
     assert (launcher.watched(), launcher.waits(), launcher.log_tail("s1")) == ((), {}, "")
     launcher.close()
+
+
+@pytest.mark.slow
+def test_nothing_stays_reserved(nodes: RayNodes) -> None:
+    """The last one: whatever the others started and lost, their nodes are free."""
+    assert nodes.reserved() == []

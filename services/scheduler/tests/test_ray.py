@@ -234,3 +234,8 @@ async def test_exit_code_and_log_of_a_server_on_a_node_come_back(
         return await groups(rig) == []
 
     await wait_until(nothing_left, 20, what="what it reserved is free")
+
+
+def test_nothing_stays_reserved(nodes: RayNodes) -> None:
+    """The last one: whatever the others started and lost, their nodes are free."""
+    assert nodes.reserved() == []
