@@ -36,7 +36,7 @@ def say(**what: Any) -> None:
 
 
 class SayingLauncher:
-    """See `ports.Launcher`."""
+    """See `launcher_ports.Launcher`."""
 
     name = "saying"
     can_launch = True

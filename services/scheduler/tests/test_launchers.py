@@ -243,6 +243,30 @@ def test_what_a_server_on_another_host_is_told(tmp_path: Path) -> None:
     assert settings.offer().engines[Role.INFERENCE] == ("vllm", "transformers", "noop")
 
 
+@pytest.mark.slow
+async def test_a_start_that_fails_leaves_nothing_reserved(nodes: RayNodes, tmp_path: Path) -> None:
+    for told, module, words in (
+        (lambda server: ({}, {"key": tmp_path / "none.key"}), "small_program", "none.key"),
+        (lambda server: ({"scheduler_address": "127.0.0.1:1"}, {}), "small_program", ""),
+    ):
+        recipe = RayRecipe(
+            directory=tmp_path,
+            python="" if words else "/no/such/python",
+            modules={"trainer": module},
+            told=told,
+            bundle_for=lambda server: {"CPU": 1.0},
+            new_key=lambda: "key",
+        )
+        cluster = RayCluster(nodes.address, lambda: "failing")
+        launcher = RayLauncher(recipe, cluster, lambda *exit: None)
+        await launcher.adopt([])
+        with pytest.raises(OSError, match=words or "cannot be started"):
+            await launcher.start(server())
+        assert await cluster.groups() == []
+        assert launcher.watched() == ()
+        launcher.close()
+
+
 async def test_static_starts_nothing_and_says_so() -> None:
     launcher: Launcher = StaticLauncher()
     assert (launcher.name, launcher.can_launch) == ("static", False)

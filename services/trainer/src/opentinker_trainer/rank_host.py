@@ -80,13 +80,7 @@ class RankHost:
         env = {
             **os.environ,
             **start.env,
-            "RANK": str(start.rank),
-            "LOCAL_RANK": str(self._local_rank),
-            "WORLD_SIZE": str(start.count),
-            "MASTER_ADDR": start.master_address,
-            "MASTER_PORT": str(start.master_port),
-            rank_link.FD_VARIABLE: str(connection.fileno()),
-            rank_link.DEVICE_VARIABLE: start.device,
+            **rank_link.variables(start, connection, self._local_rank),
             rank_link.ADDRESS_VARIABLE: self._host,
             rank_link.FOLDER_VARIABLE: str(folder),
         }

@@ -76,6 +76,19 @@ class RankStart:
     """Variables that decide results, such as the number of threads."""
 
 
+def variables(start: RankStart, connection: socket.socket, local_rank: int) -> dict[str, str]:
+    """What a rank's process finds in its environment: as torchrun would put it, and its way to rank 0."""
+    return {
+        "RANK": str(start.rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(start.count),
+        "MASTER_ADDR": start.master_address,
+        "MASTER_PORT": str(start.master_port),
+        FD_VARIABLE: str(connection.fileno()),
+        DEVICE_VARIABLE: start.device,
+    }
+
+
 PASSED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE")
 """Variables of rank 0 that every rank gets."""
 

@@ -31,11 +31,10 @@ _KILL_WAIT_S = 5.0
 class NodeAgent:
     """One process of a server: its front, or a host of one of its ranks."""
 
-    def __init__(self, address: str) -> None:
-        """`address` of this node, empty: find it out."""
-        self._address = address
+    def __init__(self) -> None:
         self._folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
         self._gone: asyncio.Task[int] | None = None
         self._lifeline = -1
         self._lock = -1
@@ -58,18 +57,10 @@ class NodeAgent:
             self._gone = asyncio.create_task(asyncio.to_thread(self._process.wait))
         return {
             "pid": self._process.pid,
-            "pid_start": time.time(),
+            "pid_start": self._began,
             "log_path": str(self._folder / LOG),
-            "address": self.address(),
+            "address": _address(),
         }
-
-    def address(self) -> str:
-        """What this node is to the others."""
-        if self._address:
-            return self._address
-        import ray
-
-        return str(ray.util.get_node_ip_address())
 
     async def node(self) -> str:
         """Ray's id of this node."""
@@ -125,7 +116,7 @@ class NodeAgent:
         read_end, self._lifeline = os.pipe()
         known = {
             "folder": str(self._folder),
-            "address": self.address(),
+            "address": _address(),
             "python": sys.executable,
             "lifeline": str(read_end),
         }
@@ -153,6 +144,7 @@ class NodeAgent:
                     pass_fds=[read_end],
                     preexec_fn=_die_with_agent,
                 )
+            self._began = time.time()
         except OSError as error:
             raise RuntimeError(f"it cannot be started: {error}") from error
         finally:
@@ -173,6 +165,13 @@ class NodeAgent:
             text = file.read().decode(errors="replace")
             return text.partition("\n")[2] if start > 0 else text
         return ""
+
+
+def _address() -> str:
+    """What this node is to the others."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _folder(cluster: str, name: str) -> Path:

@@ -66,7 +66,7 @@ class _Process:
 
 
 class ProcessLauncher:
-    """See `ports.Launcher`. Used from one event loop."""
+    """See `launcher_ports.Launcher`. Used from one event loop."""
 
     def __init__(self, recipe: Recipe, on_exit: OnExit) -> None:
         self._recipe = recipe

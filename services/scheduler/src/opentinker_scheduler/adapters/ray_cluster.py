@@ -210,7 +210,7 @@ class RayCluster:
         }
         if "memory" in bundle:
             options["memory"] = bundle["memory"]
-        return RayActor(self._agent.options(**options).remote(""))
+        return RayActor(self._agent.options(**options).remote())
 
     def _groups(self) -> list[str]:
         import ray

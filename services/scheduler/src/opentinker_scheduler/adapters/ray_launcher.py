@@ -78,7 +78,7 @@ class _Group:
 
 
 class RayLauncher:
-    """See `ports.Launcher`. Used from one event loop; what blocks runs in the thread of `RayCluster`."""
+    """See `launcher_ports.Launcher`. Used from one event loop; `RayCluster` has a thread for what blocks."""
 
     def __init__(self, recipe: RayRecipe, cluster: RayCluster, on_exit: OnExit) -> None:
         self._recipe = recipe
@@ -108,12 +108,11 @@ class RayLauncher:
             await before.removed.wait()
         try:
             group = await self._start(server)
-        except RayLost as error:
-            await self._remove(server.id)
-            raise OSError(str(error)) from error
-        except asyncio.CancelledError:
-            # Nobody wants it any more: what was asked for must not stay.
+        except BaseException as error:
+            # Also where nobody wants it any more: what was asked for would stay reserved.
             await asyncio.shield(self._remove(server.id))
+            if isinstance(error, RayLost):
+                raise OSError(str(error)) from error
             raise
         finally:
             self._waiting.pop(server.id, None)
@@ -124,12 +123,14 @@ class RayLauncher:
     async def adopt(self, servers: Sequence[Server]) -> Mapping[str, Started]:
         try:
             await self._cluster.connect()
+            await self._adopt({server.id: server for server in servers})
         except RayLost as error:
             raise OSError(f"the launcher is ray, and its cluster is not there: {error}") from error
         self._looking = asyncio.get_running_loop().create_task(self._look())
-        expected = {server.id: server for server in servers}
-        found = await self._cluster.groups()
-        for server_id in found:
+        return {server_id: group.started for server_id, group in self._groups.items()}
+
+    async def _adopt(self, expected: Mapping[str, Server]) -> None:
+        for server_id in await self._cluster.groups():
             server = expected.get(server_id)
             if server is None or not server.pid:
                 log.warning("removing what no server record claims", server=server_id)
@@ -147,7 +148,6 @@ class RayLauncher:
                 await self._remove(server_id)
                 continue
             self._watch(server_id, _Group(agents, nodes, started))
-        return {server_id: group.started for server_id, group in self._groups.items()}
 
     async def stop(self, server_id: str, grace_s: float) -> None:
         group = self._groups.get(server_id) or self._leaving.get(server_id)
@@ -181,7 +181,10 @@ class RayLauncher:
         return last_lines(group.tail if group is not None else self._tails.get(server_id, ""))
 
     async def read_log(self, server_id: str, offset: int, limit: int) -> LogPart | None:
-        group = self._groups.get(server_id) or self._leaving.get(server_id)
+        if (leaving := self._leaving.get(server_id)) is not None:
+            # It is being fetched, whole where its node still answers.
+            await leaving.removed.wait()
+        group = self._groups.get(server_id)
         if group is None:
             return await asyncio.to_thread(read_part, self._kept_log(server_id), offset, limit)
         try:

@@ -77,16 +77,7 @@ class LocalWorker(_Connected):
     def __init__(self, start: RankStart, on_end: OnEnd) -> None:
         """Start it. OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        env = {
-            **os.environ,
-            "RANK": str(start.rank),
-            "LOCAL_RANK": str(start.rank),
-            "WORLD_SIZE": str(start.count),
-            "MASTER_ADDR": start.master_address,
-            "MASTER_PORT": str(start.master_port),
-            rank_link.FD_VARIABLE: str(theirs.fileno()),
-            rank_link.DEVICE_VARIABLE: start.device,
-        }
+        env = {**os.environ, **rank_link.variables(start, theirs, start.rank)}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "opentinker_trainer.engine"],
