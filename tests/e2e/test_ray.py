@@ -17,15 +17,12 @@ import pytest
 from services.scheduler.tests.ray_nodes import RayNodes, ray_nodes
 
 import opentinker as ot
-from opentinker.connection.accounts import Accounts
 from opentinker.environments.builtin import GuessNumber
 from opentinker_kit.files import make_key_file, write_json
 from opentinker_kit.processes import Nats, Program, Weed, free_port, stop, wait_for_answer
+from tests.e2e.tenants import small_fit, tenant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-
-TRAINER = ot.ServerOptions(engine="torch", dtype="float32", context_tokens=1024)
-INFERENCE = ot.ServerOptions(engine="transformers", dtype="float32", context_tokens=1024)
 
 
 @dataclass
@@ -54,10 +51,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ite
                 wait_for_answer(running[-1], program, answers)
             address = _scheduler(folder, keys, nats, weed, nodes, tiny_model_dir, running)
             with ot.connect(address, key=keys["bootstrap"].read_text().strip()) as admin:
-                tenants = {name: _tenant(admin, address, name) for name in ("one", "two")}
+                tenants = {name: tenant(admin, name) for name in ("one", "two")}
                 yield Stack(nodes, admin, tenants)
-                for tenant in tenants.values():
-                    tenant.close()
+                for member in tenants.values():
+                    member.close()
         finally:
             for process in reversed(running):
                 stop(process)
@@ -103,48 +100,11 @@ def _scheduler(
     return str(json.loads(ready.read_text())["address"])
 
 
-def _tenant(admin: ot.Cluster, address: str, name: str) -> ot.Cluster:
-    accounts = Accounts(admin.control)
-    admin.wait(accounts.create_project(name))
-    admin.wait(accounts.create_user(name))
-    admin.wait(accounts.set_member(name, name, "member"))
-    made = admin.wait(accounts.create_key(project=name, user=name, role="", name="", ttl=None))
-    return ot.connect(address, key=made.key)
-
-
-def fit(
-    cluster: ot.Cluster,
-    model: Path,
-    run_dir: Path,
-    seed: int,
-    trainer: ot.ServerOptions = TRAINER,
-    steps: int = 2,
-) -> ot.FitResult:
-    return ot.fit(
-        env=GuessNumber,
-        env_options={"low": 0, "high": 4},
-        model=model.name,
-        tuning=ot.LoRA(rank=4),
-        algorithm=ot.GRPO(group_size=4),
-        groups_per_step=2,
-        steps=steps,
-        learning_rate=1e-3,
-        sampling=ot.SamplingParams(max_tokens=6),
-        checkpoint_every=1,
-        seed=seed,
-        run_dir=run_dir,
-        trainer=trainer,
-        inference=INFERENCE,
-        progress=False,
-        cluster=cluster,
-    )
-
-
 def test_two_tenants_at_once_get_what_each_gets_alone(
     stack: Stack, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     def run(name: str, seed: int, where: str) -> ot.FitResult:
-        return fit(stack.tenants[name], tiny_model_dir, tmp_path / where, seed)
+        return small_fit(stack.tenants[name], GuessNumber, tiny_model_dir.name, tmp_path / where, seed)
 
     alone = run("one", 11, "alone")
     with ThreadPoolExecutor(2) as pool:
@@ -165,7 +125,12 @@ def test_ranks_on_two_nodes_survive_the_loss_of_one(
     """A rank killed in mid-run is started again on its node, and the run ends with the bits of one in which
     nothing happened."""
     trainer = ot.ServerOptions(engine="torch", dtype="float32", context_tokens=1024, ranks=2)
-    straight = fit(stack.tenants["one"], tiny_model_dir, tmp_path / "straight", 5, trainer, steps=3)
+
+    def run(where: str) -> ot.FitResult:
+        model = tiny_model_dir.name
+        return small_fit(stack.tenants["one"], GuessNumber, model, tmp_path / where, 5, trainer, steps=3)
+
+    straight = run("straight")
     killed: list[int] = []
 
     def kill_one() -> None:
@@ -177,7 +142,7 @@ def test_ranks_on_two_nodes_survive_the_loss_of_one(
         os.kill(rank.pid, signal.SIGKILL)
 
     threading.Thread(target=kill_one, daemon=True).start()
-    hurt = fit(stack.tenants["one"], tiny_model_dir, tmp_path / "hurt", 5, trainer, steps=3)
+    hurt = run("hurt")
     assert len(killed) == 1
     assert hurt.rewards == straight.rewards
     assert hurt.policy.published.sha256 == straight.policy.published.sha256

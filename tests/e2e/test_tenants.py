@@ -13,56 +13,26 @@ import pytest
 import opentinker as ot
 from opentinker import errors
 from opentinker.connection.accounts import Accounts
+from tests.e2e.tenants import small_fit, tenant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-TRAINER = ot.ServerOptions(engine="torch", dtype="float32", context_tokens=1024)
-INFERENCE = ot.ServerOptions(engine="transformers", dtype="float32", context_tokens=1024)
 
 
 @pytest.fixture(scope="module")
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ot.Cluster]]:
     """Connections to one stack by members of two projects, and by the admin."""
     with ot.connect(state_dir=tmp_path_factory.mktemp("stack")) as admin:
-        accounts = Accounts(admin.control)
-        found = {"admin": admin}
-        for name in ("one", "two"):
-            admin.wait(accounts.create_project(name))
-            admin.wait(accounts.create_user(name))
-            admin.wait(accounts.set_member(name, name, "member"))
-            made = admin.wait(accounts.create_key(project=name, user=name, role="", name="", ttl=None))
-            found[name] = ot.connect(admin.address, key=made.key)
+        found = {"admin": admin, **{name: tenant(admin, name) for name in ("one", "two")}}
         yield found
         for name in ("one", "two"):
             found[name].close()
-
-
-def fit(cluster: ot.Cluster, model: Path, run_dir: Path, seed: int) -> ot.FitResult:
-    return ot.fit(
-        env="guess_number",
-        env_options={"low": 0, "high": 4},
-        model=str(model),
-        tuning=ot.LoRA(rank=4),
-        algorithm=ot.GRPO(group_size=4),
-        groups_per_step=2,
-        steps=2,
-        learning_rate=1e-3,
-        sampling=ot.SamplingParams(max_tokens=6),
-        checkpoint_every=1,
-        seed=seed,
-        run_dir=run_dir,
-        trainer=TRAINER,
-        inference=INFERENCE,
-        progress=False,
-        cluster=cluster,
-    )
 
 
 def test_each_gets_what_it_gets_alone_and_nothing_of_the_other(
     tenants: dict[str, ot.Cluster], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     def run(name: str, seed: int, where: str) -> ot.FitResult:
-        return fit(tenants[name], tiny_model_dir, tmp_path / where, seed)
+        return small_fit(tenants[name], "guess_number", str(tiny_model_dir), tmp_path / where, seed)
 
     alone = run("one", 11, "alone")
     with ThreadPoolExecutor(2) as pool:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import grpc
 import pytest
+from services.scheduler.tests.asking import refused
 from sqlalchemy import select
 
 from opentinker_kit.auth import digest_of
@@ -15,7 +15,7 @@ from opentinker_scheduler.adapters.sql.tables import metadata
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
 from opentinkerapi.run.v1.run_service_pb2_grpc import RunServiceStub
 from opentinkerapi.runtime.channels import open_channel
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
+from opentinkerapi.runtime.errors import OpenTinkerError
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import account_pb2, job_pb2, server_registry_service_pb2
 from opentinkerapi.scheduler.v1 import account_service_pb2 as pb
@@ -25,12 +25,6 @@ from opentinkerapi.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServi
 from opentinkerapi.scheduler.v1.server_registry_service_pb2_grpc import ServerRegistryServiceStub
 
 VIEWER, MEMBER, ADMIN = account_pb2.ROLE_VIEWER, account_pb2.ROLE_MEMBER, account_pb2.ROLE_ADMIN
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 @dataclass

@@ -4,23 +4,17 @@ from typing import Any
 
 import grpc
 import pytest
+from services.scheduler.tests.asking import refused
 
 from opentinkerapi.catalog.v1 import catalog_service_pb2 as pb
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceStub
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as jobs_pb
 
 A, B = "a" * 64, "b" * 64
 BIG_SEED = 2**64 - 1
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 def policy(name: str = "policies/p1", job: str = "", **fields: Any) -> policy_pb2.Policy:

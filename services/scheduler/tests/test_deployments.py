@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import grpc
 import pytest
+from services.scheduler.tests.asking import refused
 
 from opentinker_kit.testing import wait_until
 from opentinkerapi.catalog.v1 import catalog_service_pb2 as pb
 from opentinkerapi.catalog.v1 import deployment_pb2, policy_pb2
 from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceStub
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as jobs_pb
@@ -20,12 +19,6 @@ SERVING = deployment_pb2.DEPLOYMENT_STATE_SERVING
 FAILED = deployment_pb2.DEPLOYMENT_STATE_FAILED
 NOOP = job_pb2.ServerOptions(engine="noop")
 P = "policies/p1"
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 class Deploying:

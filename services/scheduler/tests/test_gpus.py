@@ -9,20 +9,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 from pydantic import ValidationError
+from services.scheduler.tests.asking import cancel, refused, says
 
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.testing import wait_until
 from opentinker_scheduler.adapters.gpus import find_gpus, this_node
 from opentinker_scheduler.domain.nodes import Node
 from opentinker_scheduler.settings import SchedulerSettings
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
-from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
 
 TRAINER, INFERENCE = job_pb2.SLOT_ROLE_TRAINER, job_pb2.SLOT_ROLE_INFERENCE
 QUEUED, RUNNING = job_pb2.JOB_STATE_QUEUED, job_pb2.JOB_STATE_RUNNING
@@ -47,24 +45,6 @@ def visible(rig: Any, server: job_pb2.Server) -> list[str]:
 
 def ids(server: job_pb2.Server) -> list[str]:
     return [device.rpartition("/")[2] for device in server.devices]
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
-async def cancel(rig: Any, job: job_pb2.Job) -> None:
-    await rig.jobs.CancelJob(pb.CancelJobRequest(name=job.name, request_id=f"cancel-{job.name}"))
-
-
-async def says(rig: Any, job: job_pb2.Job, *words: str) -> None:
-    async def told() -> bool:
-        reason = (await rig.job(job.name)).state_reason
-        return all(word in reason for word in words)
-
-    await wait_until(told, what=f"{job.name} says {words}")
 
 
 async def test_each_process_sees_gpus_of_its_own_and_they_come_back(start_rig: Any, make_slot: Any) -> None:

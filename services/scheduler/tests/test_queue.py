@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from services.scheduler.tests.asking import cancel, refused, says
 from services.scheduler.tests.projects import Projects, create_for
 
 from opentinker_kit.clock import ManualClock
@@ -14,12 +14,11 @@ from opentinker_kit.testing import wait_until
 from opentinker_scheduler.application import estimating, usage
 from opentinker_scheduler.bootstrap import access_table
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
-from opentinkerapi.runtime.errors import OpenTinkerError, QuotaExceeded, from_rpc_error, from_status_data
+from opentinkerapi.runtime.errors import QuotaExceeded, from_status_data
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.status import decode
 from opentinkerapi.scheduler.v1 import account_service_pb2 as accounts_pb
 from opentinkerapi.scheduler.v1 import job_pb2
-from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
 from opentinkerapi.scheduler.v1.account_service_pb2_grpc import AccountServiceStub
 
 QUEUED, RUNNING, FAILED = (
@@ -27,26 +26,6 @@ QUEUED, RUNNING, FAILED = (
     job_pb2.JOB_STATE_RUNNING,
     job_pb2.JOB_STATE_FAILED,
 )
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
-async def cancel(rig: Any, job: job_pb2.Job) -> None:
-    await rig.jobs.CancelJob(pb.CancelJobRequest(name=job.name, request_id=f"cancel-{job.name}"))
-
-
-async def says(rig: Any, job: job_pb2.Job, *words: str) -> None:
-    """The job says what it waits for."""
-
-    async def told() -> bool:
-        reason = (await rig.job(job.name)).state_reason
-        return all(word in reason for word in words)
-
-    await wait_until(told, what=f"{job.name} says {words}")
 
 
 async def test_who_is_urgent_goes_first(start_rig: Any) -> None:

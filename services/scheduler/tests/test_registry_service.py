@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from services.scheduler.tests.asking import refused
 
 from opentinker_kit.testing import wait_until
 from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
@@ -16,12 +17,6 @@ from opentinkerapi.scheduler.v1 import server_registry_service_pb2 as pb
 from opentinkerapi.scheduler.v1.server_registry_service_pb2_grpc import ServerRegistryServiceStub
 
 TRAINER = job_pb2.SLOT_ROLE_TRAINER
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 def registration(instance: str = "i1", **fields: Any) -> pb.RegisterServerRequest:

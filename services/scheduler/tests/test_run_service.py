@@ -7,25 +7,18 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import grpc
 import pytest
+from services.scheduler.tests.asking import refused
 
 from opentinker_kit.objects import MemoryObjectStore
 from opentinker_kit.settings import S3Settings
 from opentinkerapi.data.v1 import blob_pb2
 from opentinkerapi.run.v1 import blob_service_pb2, run_pb2
 from opentinkerapi.run.v1 import run_service_pb2 as pb
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 
 DATA = b"trajectories"
 SHA = hashlib.sha256(DATA).hexdigest()
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 @pytest.fixture

@@ -6,21 +6,15 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from services.scheduler.tests.asking import refused
 
 from opentinker_kit.clock import ManualClock
 from opentinker_kit.testing import wait_until
-from opentinkerapi.runtime.errors import OpenTinkerError, from_rpc_error
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.scheduler.v1 import job_pb2
 from opentinkerapi.scheduler.v1 import scheduler_service_pb2 as pb
 
 INFERENCE = job_pb2.SLOT_ROLE_INFERENCE
-
-
-async def refused(call: Any) -> OpenTinkerError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 @pytest.fixture
