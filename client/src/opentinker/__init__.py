@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         EndReason,
         Environment,
         Image,
+        JointStep,
         Message,
         Observation,
         Reward,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from opentinker.loop.result import FitResult
     from opentinker.loop.settings import Evaluation
     from opentinker.rollout.limits import Limits
+    from opentinker.rollout.opponents import Frozen, OpponentPool
     from opentinker.rollout.rollouts import Rollouts, rollouts
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.completion import Completion, Delta
@@ -89,6 +91,7 @@ _HOMES = {
         "EndReason",
         "Environment",
         "Image",
+        "JointStep",
         "Message",
         "Observation",
         "Reward",
@@ -106,6 +109,7 @@ _HOMES = {
     "loop.result": ("FitResult",),
     "loop.settings": ("Evaluation",),
     "rollout.limits": ("Limits",),
+    "rollout.opponents": ("Frozen", "OpponentPool"),
     "rollout.rollouts": ("Rollouts", "rollouts"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.completion": ("Completion", "Delta"),
@@ -189,6 +193,7 @@ __all__ = [
     "Evaluation",
     "EvaluationResult",
     "FitResult",
+    "Frozen",
     "Full",
     "GeometricMask",
     "Group",
@@ -197,12 +202,14 @@ __all__ = [
     "Image",
     "ImportanceSampling",
     "JobOptions",
+    "JointStep",
     "KLPenalty",
     "Limits",
     "LoRA",
     "Message",
     "Observation",
     "OpenTinkerError",
+    "OpponentPool",
     "Overlong",
     "Policy",
     "RecordedEpisode",

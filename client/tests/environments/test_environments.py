@@ -165,8 +165,11 @@ async def test_classes_that_cannot_be_played_are_refused() -> None:
 
     with pytest.raises(EnvironmentDefinitionError, match="does not define step"):
         describe(Half)
-    with pytest.raises(EnvironmentDefinitionError, match="multi-agent episodes are not supported yet"):
-        await environment_source(Duel)
+    assert describe(Duel).agents == ("white", "black")
+    for wrong_names in ((), ("a", "a"), ("a b",), ("",), "ab", (1, 2)):
+        Duel.agents = wrong_names  # type: ignore[assignment]
+        with pytest.raises(EnvironmentDefinitionError, match=r"Duel\.agents is"):
+            await environment_source(Duel)
     for wrong in (GuessNumber(), int, None):
         with pytest.raises(EnvironmentDefinitionError):
             await environment_source(wrong)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ Playing one (`sources`, `session`, `hosted`) is imported on first use only.
 
 from typing import TYPE_CHECKING, Any
 
+from opentinker.environments.agents import JointResult, JointStep
 from opentinker.environments.base import Environment, EnvironmentClass, EnvironmentInfo, Task, describe
 from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
 from opentinker.environments.errors import (
@@ -63,6 +64,8 @@ __all__ = [
     "InvalidEpisodeData",
     "InvalidOptions",
     "InvalidReward",
+    "JointResult",
+    "JointStep",
     "Json",
     "LocalEnvironment",
     "LocalSession",

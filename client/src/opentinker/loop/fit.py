@@ -42,6 +42,7 @@ def fit(
     checkpoint_every: int | None = None,
     seed: int = 0,
     env_options: Mapping[str, Any] | None = None,
+    agents: Mapping[str, Any] | None = None,
     split: str = "train",
     shuffle: bool = True,
     name: str = "",
@@ -69,6 +70,12 @@ def fit(
     the algorithm aggregates in another way. `env` is an environment class, played in this process, or the
     name of a hosted one. `job` has the job's priority and limits. Without a `cluster` the innermost open one
     is used, or an embedded stack is started.
+
+    `agents` says who plays the agents that the environment names: names of policies, each of which is
+    trained on what it plays ({"white": "attacker", "black": "defender"}; one name twice is self-play), or
+    opponents that are not: `ot.Frozen("attacker", version=0)`, `ot.OpponentPool()`, or a function of the
+    observation and a `random.Random`. An agent that is not named is played by the first policy; without
+    `agents` one plays all.
 
     Before its first update the run compares trainer and sampler on tokens of its own first batch and refuses
     to train with LogprobMismatch where their mean logprobs differ by more than 1e-3 (both float32), otherwise
@@ -128,6 +135,7 @@ def _plan(given: Mapping[str, Any]) -> Plan:
         "sampling": SamplingParams(),
         "limits": Limits(),
         "env_options": {},
+        "agents": {},
     }
     options |= {name: value for name, value in defaults.items() if options[name] is None}
     start = options["from_checkpoint"]

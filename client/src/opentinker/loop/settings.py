@@ -10,6 +10,8 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
+from opentinker.rollout.cast import MAIN, check_cast
+from opentinker.rollout.cast import describe as describe_player
 from opentinker.rollout.limits import Limits
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
@@ -35,6 +37,10 @@ class Evaluation:
     split: str = "test"
     sampling: SamplingParams | None = None
     """Default: as in training."""
+    agents: Mapping[str, Any] | None = None
+    """Who plays the agents that the environment names. Default: as in training. The reward is that of the
+    agents that the run's first policy plays.
+    """
 
     def __post_init__(self) -> None:
         for name in ("every", "samples"):
@@ -49,7 +55,6 @@ LATER = {
     "max_staleness": "asynchronous rollouts",
     "resume": "resuming a run",
     "curriculum": "curricula",
-    "opponents": "multi-agent episodes",
     "stragglers": "straggler policies",
 }
 """Options of fit() that belong to later versions, by what they are."""
@@ -105,6 +110,7 @@ class Plan:
     checkpoint_every: int | None
     seed: int
     env_options: Mapping[str, Any]
+    agents: Mapping[str, Any]
     split: str
     shuffle: bool
     name: str
@@ -145,6 +151,7 @@ class Plan:
         self.sampling.check_tokens_only("sampling")
         _ = self.rollout_sampling  # refuses what cannot be listed
         self._check_algorithm()
+        self._check_agents()
         if self.sampling.temperature == 0:
             raise invalid(
                 "sampling.temperature", "must be above 0 in training: greedy episodes of a task are equal"
@@ -164,6 +171,36 @@ class Plan:
             raise invalid("tuning.value_head", f"{type(algorithm).__name__} trains no value head")
         if self.logprob_check is not True and self.logprob_check is not False:
             above("logprob_check", self.logprob_check, 0.0)
+
+    def _check_agents(self) -> None:
+        """That somebody is trained, and that no agent is named that is not there."""
+        if not isinstance(self.env, str):
+            check_cast(self.agents, self.env.agents, self.env.__name__, self.policies[0])
+        for field, agents in (("agents", self.agents), ("evaluation.agents", self._evaluated)):
+            for agent, player in agents.items():
+                self._check_player(player, f"{field}[{agent!r}]")
+
+    def _check_player(self, player: Any, field: str) -> None:
+        if isinstance(player, Policy):
+            text = (
+                "fit() makes the policies that it trains: give them names; ot.Frozen(policy, version) is one"
+            )
+            raise invalid(field, f"{text} that stays as it is")
+        named = player if isinstance(player, str) else getattr(player, "policy", "")
+        if isinstance(named, str) and named and named not in self.policies:
+            raise invalid(field, f"no policy {named!r} is trained here; there is {', '.join(self.policies)}")
+
+    @property
+    def _evaluated(self) -> Mapping[str, Any]:
+        return (self.evaluation.agents if self.evaluation is not None else None) or {}
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies that are trained: those that `agents` names, in its order. The first of
+        them plays the agents that are not named.
+        """
+        names = dict.fromkeys(player for player in self.agents.values() if isinstance(player, str))
+        return tuple(names) or (MAIN,)
 
     @property
     def _has_ratio(self) -> bool:
@@ -199,6 +236,7 @@ class Plan:
         return {
             "env": env,
             "env_options": dict(self.env_options),
+            "agents": {agent: describe_player(player) for agent, player in self.agents.items()},
             "model": self.model,
             "tuning": _value(self.tuning),
             "from_checkpoint": self.from_checkpoint,

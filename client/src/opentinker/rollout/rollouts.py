@@ -17,9 +17,9 @@ import numpy as np
 from opentinker import errors
 from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSource, EnvironmentSpec, environment_source
+from opentinker.rollout.cast import MAIN, Casting
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
 from opentinker.rollout.limits import Limits
-from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.seats import MAX_EPISODES, Seats
 from opentinker.rollout.trajectory import Batch, Group
 from opentinker.sampling import identity
@@ -53,7 +53,13 @@ class Rollouts:
         scope: str | None = None,
         concurrency: int = MAX_EPISODES,
         keep: bool = True,
+        agents: Mapping[str, Any] | None = None,
+        policies: Mapping[str, "Policy"] | None = None,
+        league: bool = True,
     ) -> None:
+        """`policies` are those of a run by name, the first of them `policy`; `league`: results count for the
+        pools of opponents.
+        """
         for name, value in {
             "groups": groups,
             "group_size": group_size,
@@ -76,6 +82,8 @@ class Rollouts:
         self._shuffle = shuffle
         self._version = version
         self._scope = scope or uuid.uuid4().hex
+        self._casting = Casting(policies or {MAIN: policy}, agents, seed=seed)
+        self._league = league
         self._setting: Setting | None = None
         self._tasks: Sequence[Task] | None = None
         self._given: Sequence[Task] | None = None
@@ -90,17 +98,28 @@ class Rollouts:
     async def next_batch(self, groups: int) -> Batch:
         """The next batch, with that many groups. On the client's loop."""
         setting = await self._prepare()
-        version = self._policy.version if self._version is None else self._version
+        versions = self._casting.versions(self._version)
         first = self.next_ordinal
         last = first + groups
         meter = EngineMeter()
         started = time.monotonic()
-        played = await self._play(setting, range(first, last), version, meter)
+        played = await self._play(setting, range(first, last), versions, meter)
         self.next_ordinal = last
-        return Batch(first // groups, version, tuple(played), time.monotonic() - started, meter.take())
+        seconds = time.monotonic() - started
+        batch = Batch(first // groups, self._casting.version(versions), tuple(played), seconds, meter.take())
+        if self._league:
+            self._casting.record(batch)
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """What a loop that resumes must know, as JSON values: the place in the data, and the pools of
+        opponents.
+        """
+        pools = {agent: pool.state() for agent, pool in self._casting.pools.items()}
+        return {"next_ordinal": self.next_ordinal} | ({"pools": pools} if pools else {})
 
     async def _play(
-        self, setting: Setting, ordinals: Iterable[int], version: int, meter: EngineMeter
+        self, setting: Setting, ordinals: Iterable[int], versions: Mapping[str, int], meter: EngineMeter
     ) -> list[Group]:
         """Groups in order, each begun when there are seats for it: what waits is a number, not a task."""
         seats = Seats(self._concurrency)
@@ -114,7 +133,8 @@ class Rollouts:
                 failed.set()
                 raise
             # It is here, so the servers need not keep it.
-            self._policy.sampler.acknowledge(player.request_ids)
+            for sampler in {sampler for sampler, _ in player.requests}:
+                sampler.acknowledge([name for asked, name in player.requests if asked is sampler])
             return group if self._keep else group.without_tokens()
 
         try:
@@ -122,7 +142,8 @@ class Rollouts:
                 await seats.take(self._group_size)
                 if failed.is_set():
                     break
-                player = GroupPlayer(setting, Play(ordinal, self.task(ordinal), version), meter, seats.leave)
+                its = Play(ordinal, self.task(ordinal), self._casting.cast(ordinal, versions))
+                player = GroupPlayer(setting, its, meter, seats.leave)
                 playing.append(asyncio.ensure_future(play(player)))
             return list(await asyncio.gather(*playing))
         finally:
@@ -162,14 +183,11 @@ class Rollouts:
         self._tasks = self._given if self._given is not None else await source.tasks(self._split)
         if self._tasks is not None and not len(self._tasks):
             raise errors.invalid("split", f"{source.info.name} has no task in split {self._split!r}")
-        capabilities = await self._policy.sampler.capabilities()
+        await self._casting.prepare(source.info.agents, source.info.name)
         self._setting = Setting(
-            sampler=self._policy.sampler,
-            renderer=Renderer(await self._policy.tokenizer()),
             source=source,
             params=self._params,
             limits=self._limits,
-            context_tokens=int(capabilities.context_tokens),
             group_size=self._group_size,
             seed=self._seed,
             scope=self._scope,
@@ -200,6 +218,7 @@ def rollouts(
     version: int | None = None,
     scope: str | None = None,
     concurrency: int = MAX_EPISODES,
+    agents: Mapping[str, Any] | None = None,
 ) -> Rollouts:
     """Play `groups` groups of `group_size` episodes of one task each, again and again.
 
@@ -208,6 +227,10 @@ def rollouts(
     version; `scope` makes request ids reproducible (by default each call is its own); `concurrency` is how
     many episodes are played at once, though never less than a group. Where `params` cut unlikely tokens off,
     the trajectories carry what was kept (`SamplingParams.for_training`).
+
+    `agents` says who plays the agents that the environment names, where that is not `policy`: another Policy,
+    whose trajectories are recorded too, or an opponent, whose are not: `ot.Frozen`, `ot.OpponentPool`, or a
+    function of the observation and a `random.Random` that gives a text or an Action.
     """
     return Rollouts(
         policy,
@@ -224,4 +247,5 @@ def rollouts(
         version=version,
         scope=scope,
         concurrency=concurrency,
+        agents=agents,
     )

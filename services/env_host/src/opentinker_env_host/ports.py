@@ -17,6 +17,7 @@ class EnvironmentFacts:
     max_turns: int
     deterministic: bool
     splits: tuple[str, ...]
+    agents: tuple[str, ...] = ("agent",)
 
 
 @dataclass(frozen=True, slots=True)
