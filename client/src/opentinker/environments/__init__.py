@@ -18,9 +18,19 @@ from opentinker.environments.errors import (
     InvalidOptions,
     InvalidReward,
 )
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward, RewardKind, RewardStatus, RewardSum
 from opentinker.environments.single_turn import single_turn
-from opentinker.environments.types import AGENT, Action, EndReason, EpisodeResult, Observation, StepResult
+from opentinker.environments.tools import Tool, ToolEnvironment, ToolError, tool
+from opentinker.environments.types import (
+    AGENT,
+    Action,
+    EndReason,
+    EpisodeResult,
+    Observation,
+    StepResult,
+    legal_actions,
+)
 
 if TYPE_CHECKING:
     from opentinker.environments.hosted import HostedEnvironment, HostedSession
@@ -70,6 +80,7 @@ __all__ = [
     "LocalEnvironment",
     "LocalSession",
     "Message",
+    "Metric",
     "Observation",
     "Part",
     "Reward",
@@ -79,11 +90,16 @@ __all__ = [
     "StepResult",
     "Task",
     "Text",
+    "Tool",
     "ToolCall",
+    "ToolEnvironment",
+    "ToolError",
     "describe",
     "end_reason_of",
     "environment_source",
+    "legal_actions",
     "single_turn",
+    "tool",
 ]
 
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from opentinker.environments.content import plain_json
+from opentinker.environments.content import Message, plain_json
 from opentinker.environments.errors import InvalidEpisodeData
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import (
     AGENT,
@@ -74,6 +75,10 @@ class JointStep:
         """The environment ended the episode."""
         return self.terminated or self.truncated
 
+    def showing(self, observations: Observations) -> "JointStep":
+        """The same with other observations."""
+        return JointStep(observations, self.rewards, self.terminated, self.truncated, self.ended, self.info)
+
     @classmethod
     def of(cls, result: StepResult) -> "JointStep":
         """The step of the only agent."""
@@ -99,7 +104,7 @@ class JointResult:
 
     rewards: Mapping[str, Reward]
     end_reason: EndReason | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Metric] = field(default_factory=dict)
 
     def single(self) -> EpisodeResult:
         """As the only agent sees it. InvalidEpisodeData where there are others."""
@@ -124,6 +129,21 @@ def movers(pending: Observations, actions: Actions) -> str:
     if set(pending) == set(actions):
         return ""
     return f"moves of {sorted(pending)} are pending, not of {sorted(actions)}"
+
+
+def tell_legal_actions(observation: Observation) -> Observation:
+    """The observation with its legal actions in words, for models."""
+    if not observation.legal_actions:
+        return observation
+    words = f"Allowed actions: {', '.join(observation.legal_actions)}"
+    rest: dict[str, Any] = {"info": observation.info, "legal_actions": observation.legal_actions}
+    if observation.content is not None:
+        return Observation([*observation.content.parts, f"\n\n{words}"], **rest)
+    *before, last = observation.messages
+    if last.role == "user":
+        spoken = Message("user", [*last.content.parts, f"\n\n{words}"], name=last.name)
+        return Observation(messages=[*before, spoken], **rest)
+    return Observation(messages=[*observation.messages, Message("user", words)], **rest)
 
 
 def only(by_agent: Mapping[str, Any], what: str, missing: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from opentinker.environments.agents import JointStep
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import AGENT, Observation, StepResult
 
@@ -43,6 +44,12 @@ class Environment:
     """Who plays. An environment that names them gets and gives dicts by agent: `reset` the observations of
     those whose move is pending, `step` their actions, for a `JointStep`; `finalize` their returns.
     """
+    tools: ClassVar[tuple[Any, ...]] = ()
+    """What the model may call (`ot.tool`). Its chat template shows them; calls come as
+    `action.tool_calls`.
+    """
+    tell_legal_actions: ClassVar[bool] = True
+    """Add an observation's `legal_actions` to it in words. False where it says them itself."""
     awaits: ClassVar[bool] = False
     """A plain method returns an awaitable; set by factories only (`async def` is seen without it)."""
 
@@ -75,8 +82,10 @@ class Environment:
         """
         return None
 
-    def metrics(self) -> Mapping[str, float]:
-        """Numbers about the episode for the logs, asked for at its end."""
+    def metrics(self) -> Mapping[str, float | Metric]:
+        """Numbers about the episode for the logs, asked for at its end. `env/NAME/mean` is their mean over
+        episodes; a Metric has a weight in it, or is summed, or of which the largest or smallest counts.
+        """
         return {}
 
     def close(self) -> Awaitable[None] | None:
@@ -98,6 +107,8 @@ class EnvironmentInfo:
     deterministic: bool = True
     splits: tuple[str, ...] = ()
     agents: tuple[str, ...] = (AGENT,)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas, in OpenAI's shape."""
 
 
 def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
@@ -111,6 +122,7 @@ def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
         deterministic=bool(cls.deterministic),
         splits=tuple(cls.splits) or (DEFAULT_SPLITS if cls.tasks is not Environment.tasks else ()),
         agents=tuple(cls.agents),
+        tools=tuple(each.schema for each in cls.tools),
     )
 
 

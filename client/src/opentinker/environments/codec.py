@@ -11,6 +11,7 @@ from typing import Any
 
 from opentinker.environments.agents import Actions, JointResult, JointStep, Observations
 from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
+from opentinker.environments.measures import plain_metrics
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import AGENT, Action, Observation
 
@@ -56,7 +57,7 @@ def plain_result(result: JointResult) -> Plain:
     return {
         "rewards": {name: plain_reward(reward) for name, reward in result.rewards.items()},
         "end_reason": result.end_reason,
-        "metrics": dict(result.metrics),
+        "metrics": plain_metrics(result.metrics),
     }
 
 

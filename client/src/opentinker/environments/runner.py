@@ -8,10 +8,18 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from opentinker.environments.agents import Actions, JointResult, JointStep, Observations, observations_of
+from opentinker.environments.agents import (
+    Actions,
+    JointResult,
+    JointStep,
+    Observations,
+    observations_of,
+    tell_legal_actions,
+)
 from opentinker.environments.base import Environment, EnvironmentClass, has_names, make
 from opentinker.environments.content import plain_json
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidEpisodeData
+from opentinker.environments.measures import read_metrics
 from opentinker.environments.rewards import Reward, RewardKind, RewardSum
 from opentinker.environments.types import AGENT, EndReason, Observation, StepResult
 
@@ -81,7 +89,7 @@ class Runner:
         if not self._named:
             if not isinstance(given, Observation):
                 raise self._wrong("reset", "an Observation", given)
-            return {AGENT: given}
+            return self._told({AGENT: given})
         if not isinstance(given, Mapping) or not given:
             raise self._wrong("reset", "a dict of observations by agent", given)
         try:
@@ -89,7 +97,7 @@ class Runner:
             self._check_names(observations)
         except ValueError as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.reset", error) from None
-        return observations
+        return self._told(observations)
 
     async def step(self, actions: Actions) -> JointStep:
         """Apply the actions of those whose moves are pending."""
@@ -114,7 +122,7 @@ class Runner:
             self._end = EndReason.TERMINATED
         elif step.truncated:
             self._end = EndReason.TRUNCATED
-        return step
+        return step.showing(self._told(step.observations))
 
     async def finalize(self) -> JointResult:
         """The returns of the episode and its numbers; the same again when asked again."""
@@ -132,7 +140,7 @@ class Runner:
                 name: sum_.total if returns.get(name) is None else _terminal(Reward.of(returns[name]))
                 for name, sum_ in self._rewards.items()
             }
-            metrics = {name: float(value) for name, value in plain_json(numbers, "metrics").items()}
+            metrics = read_metrics(numbers)
         except (TypeError, ValueError) as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.finalize", error) from None
         self._result = JointResult(rewards, self._end, metrics)
@@ -148,6 +156,11 @@ class Runner:
         if self._environment is None:
             raise EnvironmentRaised(self._cls.__name__, InvalidEpisodeData("the episode has not begun"))
         return self._environment
+
+    def _told(self, observations: Observations) -> Observations:
+        if not self._cls.tell_legal_actions:
+            return observations
+        return {name: tell_legal_actions(each) for name, each in observations.items()}
 
     def _check_names(self, *by_agent: Mapping[str, Any]) -> None:
         if unknown := sorted({name for each in by_agent for name in each} - set(self._rewards)):

@@ -10,6 +10,7 @@ from opentinker.environments.agents import Actions, JointResult, JointStep
 from opentinker.environments.base import EnvironmentInfo
 from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
 from opentinker.environments.errors import InvalidEpisodeData
+from opentinker.environments.measures import read_metrics
 from opentinker.environments.rewards import Reward, RewardKind, RewardStatus
 from opentinker.environments.types import AGENT, Action, EndReason, Observation
 from opentinkerapi.data.v1 import content_pb2, trajectory_pb2
@@ -78,7 +79,7 @@ def step_from_proto(answer: service_pb2.StepResponse) -> JointStep:
 def result_from_proto(answer: service_pb2.FinalizeResponse) -> JointResult:
     """What an episode came to."""
     end = _end_reason(answer.end_reason) if answer.end_reason else None
-    metrics = json.loads(answer.metrics_json) if answer.metrics_json else {}
+    metrics = read_metrics(json.loads(answer.metrics_json)) if answer.metrics_json else {}
     return JointResult(_rewards_from_proto(answer.rewards), end, metrics)
 
 
@@ -92,6 +93,7 @@ def info_from_proto(environment: environment_pb2.Environment) -> EnvironmentInfo
         deterministic=environment.deterministic,
         splits=tuple(environment.splits),
         agents=tuple(environment.agents) or (AGENT,),
+        tools=tuple(json.loads(schema) for schema in environment.tools_json),
     )
 
 

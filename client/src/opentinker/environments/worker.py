@@ -136,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         "deterministic": info.deterministic,
         "splits": list(info.splits),
         "agents": list(info.agents),
+        "tools": list(info.tools),
         "concurrent": worker.concurrent,
     }
     sink.write(frames.encode({"hello": hello}))

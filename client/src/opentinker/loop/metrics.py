@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from opentinker.environments import measures
 from opentinker.environments.types import AGENT
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling.completion import StopReason
@@ -36,6 +37,8 @@ def of_batch(batch: Batch, newest: Mapping[str, int]) -> dict[str, float]:
         **spread("prompt_length", [turn.prompt_tokens for turn in turns]),
         **spread("num_turns", [len(trajectory.turns) for trajectory in trajectories]),
         "response/clip_ratio": clipped / len(turns) if turns else 0.0,
+        "actions/illegal": sum(each.illegal_actions for each in trajectories) / max(len(turns), 1),
+        "actions/malformed_calls": sum(each.malformed_calls for each in trajectories) / max(len(turns), 1),
         "staleness/mean": float(np.mean(ages)) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
         "env/seconds": sum(episode.env_seconds for episode in episodes),
@@ -46,11 +49,15 @@ def of_batch(batch: Batch, newest: Mapping[str, int]) -> dict[str, float]:
         "timing_s/gen": batch.seconds,
         "timing_s/engine_gen": batch.engine_seconds,
     }
-    names = {name for episode in episodes for name in episode.metrics}
-    for name in sorted(names):
-        values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
-        metrics[f"env/{name}/mean"] = float(np.mean(values))
-    return metrics | _of_agents(batch)
+    numbers = measures.joined(episode.metrics for episode in episodes)
+    metrics |= {f"env/{name}": value for name, value in numbers.items()}
+    return metrics | _of_components(batch) | _of_agents(batch)
+
+
+def _of_components(batch: Batch) -> dict[str, float]:
+    """The named parts of the rewards that count."""
+    parts = [trajectory.reward.components for trajectory in batch if trajectory.counts]
+    return {f"reward/{name}": value for name, value in measures.joined(parts).items()}
 
 
 def _of_agents(batch: Batch) -> dict[str, float]:

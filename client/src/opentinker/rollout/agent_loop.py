@@ -21,6 +21,7 @@ from opentinker.environments.types import AGENT, Action, EndReason, Observation
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.tokens import Tokens
+from opentinker.rollout.tool_calls import Parsed
 from opentinker.rollout.trajectory import Ended, Segment, Trajectory, Turn
 from opentinker.sampling.completion import Completion, StopReason
 from opentinker.sampling.prompt import Prompt
@@ -84,14 +85,21 @@ class AgentLoop:
         self._closed_segments: list[Segment] = []
         self._turns: list[Turn] = []
         self._rewards = RewardSum()
+        self._legal: tuple[str, ...] = ()
+        self._tool_calls = 0
+        self._malformed = 0
+        self._illegal = 0
         self._said: Completion | None = None
         self._answered: tuple[tuple[Message, ...], Completion] | None = None
         """The last move and the conversation that led to it, until something follows it."""
 
     def hear(self, observation: Observation) -> Prompt:
         """Take what the agent sees; the prompt of its move."""
+        self._legal = observation.legal_actions
+        return self._listen(observation.as_messages())
+
+    def _listen(self, added: Sequence[Message]) -> Prompt:
         self.state = LoopState.GENERATING
-        added = observation.as_messages()
         self._messages += added
         if self._answered is None:
             self._tokens = Tokens(self._renderer.first(self._messages))
@@ -110,7 +118,46 @@ class AgentLoop:
         self._messages += observation.as_messages()
 
     async def speak(self) -> Action:
-        """Its move. AgentStopped if it cannot make one."""
+        """Its move. What cannot be one is told to it, and it tries again. AgentStopped if it makes none."""
+        while True:
+            completion = await self._sample()
+            self._said = completion
+            heard = self._renderer.parse(completion.text)
+            told = self._malformed_calls(heard) or self._illegal_action(heard)
+            if told is None:
+                self._tool_calls += len(heard.tool_calls)
+                if self._limits.tool_calls is not None and self._tool_calls > self._limits.tool_calls:
+                    self.moved()
+                    raise AgentStopped(EndReason.TOOL_LIMIT)
+                return Action(heard.text, heard.tool_calls)
+            self.moved()
+            if self._too_many():
+                raise AgentStopped(EndReason.PARSE_ERROR_LIMIT)
+            if not self.may_move:
+                raise AgentStopped(EndReason.TURN_LIMIT)
+            self._listen((told,))
+
+    def _malformed_calls(self, heard: Parsed) -> Message | None:
+        """What to tell an agent whose tool calls cannot be read."""
+        if not heard.problems:
+            return None
+        self._malformed += len(heard.problems)
+        return Message("tool", "\n".join(heard.problems))
+
+    def _illegal_action(self, heard: Parsed) -> Message | None:
+        """What to tell an agent whose action is not allowed, where it may try again."""
+        if not self._legal or heard.tool_calls or heard.text.strip() in self._legal:
+            return None
+        self._illegal += 1
+        if self._limits.illegal_actions is None:
+            return None
+        return Message("user", f"That is not allowed. Allowed actions: {', '.join(self._legal)}")
+
+    def _too_many(self) -> bool:
+        counts = ((self._malformed, self._limits.parse_errors), (self._illegal, self._limits.illegal_actions))
+        return any(most is not None and count > most for count, most in counts)
+
+    async def _sample(self) -> Completion:
         room = self.room()
         if room is not None and room < 1:
             raise AgentStopped(EndReason.TOKEN_LIMIT)
@@ -127,8 +174,7 @@ class AgentLoop:
             raise AgentStopped(EndReason.CANCELLED, str(error)) from error
         if completion.stop_reason is StopReason.CANCELLED:
             raise AgentStopped(EndReason.CANCELLED, "the completion was cancelled")
-        self._said = completion
-        return Action(completion.text)
+        return completion
 
     def moved(self) -> None:
         """The move is made: it is part of the episode from now on."""
@@ -189,4 +235,6 @@ class AgentLoop:
             agent=self.agent,
             policy=self.policy,
             opponents=ended.opponents,
+            illegal_actions=self._illegal,
+            malformed_calls=self._malformed,
         )

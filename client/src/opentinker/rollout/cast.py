@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opentinker import errors
+from opentinker.environments.base import EnvironmentInfo
 from opentinker.environments.types import AGENT
 from opentinker.rollout.opponents import LATEST, Frozen, OpponentPool
 from opentinker.rollout.renderer import Renderer
@@ -65,13 +66,13 @@ class Casting:
         self._models: dict[str, _Model] = {}
         self._names: Sequence[str] = (AGENT,)
 
-    async def prepare(self, agents: Sequence[str], environment: str) -> None:
+    async def prepare(self, environment: EnvironmentInfo) -> None:
         """Learn who there is, and what the models need. InvalidArgument for names that are not there."""
-        check_cast(self._given, agents, environment, self._main)
-        self._names = tuple(agents)
+        check_cast(self._given, environment.agents, environment.name, self._main)
+        self._names = environment.agents
         for name, policy in self._policies.items():
             capabilities = await policy.sampler.capabilities()
-            renderer = Renderer(await policy.tokenizer())
+            renderer = Renderer(await policy.tokenizer(), environment.tools)
             self._models[name] = _Model(policy, renderer, int(capabilities.context_tokens))
 
     def versions(self, main: int | None) -> dict[str, int]:

@@ -183,7 +183,7 @@ class Rollouts:
         self._tasks = self._given if self._given is not None else await source.tasks(self._split)
         if self._tasks is not None and not len(self._tasks):
             raise errors.invalid("split", f"{source.info.name} has no task in split {self._split!r}")
-        await self._casting.prepare(source.info.agents, source.info.name)
+        await self._casting.prepare(source.info)
         self._setting = Setting(
             source=source,
             params=self._params,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.environments.content import Message
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward
 from opentinker.environments.types import AGENT, EndReason
 from opentinker.sampling.completion import StopReason
@@ -62,7 +63,7 @@ class Ended:
 
     reason: EndReason
     rewards: Mapping[str, Reward] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Metric] = field(default_factory=dict)
     opponents: Mapping[str, Opponent] = field(default_factory=dict)
     error: str = ""
 
@@ -81,7 +82,7 @@ class Trajectory:
     temperature: float
     messages: tuple[Message, ...] = ()
     """The conversation, for people."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Metric] = field(default_factory=dict)
     """Numbers that the environment reports."""
     env_seconds: float = 0.0
     replays: int = 0
@@ -92,6 +93,10 @@ class Trajectory:
     """The run's name of the policy that played it."""
     opponents: Mapping[str, Opponent] = field(default_factory=dict)
     """The other agents of the episode."""
+    illegal_actions: int = 0
+    """Turns whose action was none of those that the environment listed."""
+    malformed_calls: int = 0
+    """Tool calls that could not be read, each an observation for the model."""
 
     def without_tokens(self) -> "Trajectory":
         """What says how it went: reward, end, numbers; not what was said."""

@@ -18,6 +18,7 @@ class EnvironmentFacts:
     deterministic: bool
     splits: tuple[str, ...]
     agents: tuple[str, ...] = ("agent",)
+    tools: tuple[Plain, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.
         deterministic=facts.deterministic,
         splits=facts.splits,
         agents=facts.agents,
+        tools_json=[json.dumps(schema) for schema in facts.tools],
     )
 
 

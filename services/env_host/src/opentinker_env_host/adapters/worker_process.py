@@ -63,6 +63,7 @@ class ProcessWorker:
             deterministic=bool(hello["deterministic"]),
             splits=tuple(hello["splits"]),
             agents=tuple(hello["agents"]),
+            tools=tuple(hello["tools"]),
         )
         self._calls: OrderedDict[int, _Call] = OrderedDict()
         self._next_id = 0
