@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         single_turn,
         tool,
     )
+    from opentinker.environments.tasks import tasks
     from opentinker.errors import OpenTinkerError
     from opentinker.loop.algorithms import GRPO, ActorCritic, Critic, KLPenalty, Overlong
     from opentinker.loop.evaluation import EvaluationResult
@@ -108,6 +109,7 @@ _HOMES = {
         "single_turn",
         "tool",
     ),
+    "environments.tasks": ("tasks",),
     "errors": ("OpenTinkerError",),
     "loop.algorithms": ("GRPO", "ActorCritic", "Critic", "KLPenalty", "Overlong"),
     "loop.evaluation": ("EvaluationResult",),
@@ -263,6 +265,7 @@ __all__ = [
     "sft_async",
     "single_turn",
     "supervised_samples",
+    "tasks",
     "tool",
     "train_samples",
 ]

@@ -107,7 +107,7 @@ class Worker:
         if tasks is None:
             return {"tasks": None, "total": 0}, []
         start, stop = request["offset"], min(request["offset"] + request["limit"], len(tasks))
-        page = [plain_json(tasks[index], "task") for index in range(start, stop)]
+        page = [plain_json(tasks[index], f"task {index}") for index in range(start, stop)]
         return {"tasks": page, "total": len(tasks)}, []
 
 

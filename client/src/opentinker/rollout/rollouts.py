@@ -13,9 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from opentinker import errors
 from opentinker.environments.base import Task
+from opentinker.environments.content import plain_json
+from opentinker.environments.errors import InvalidEpisodeData
 from opentinker.environments.sources import EnvironmentSource, EnvironmentSpec, environment_source
 from opentinker.rollout.cast import MAIN, Casting
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
@@ -87,6 +90,7 @@ class Rollouts:
         self._setting: Setting | None = None
         self._tasks: Sequence[Task] | None = None
         self._given: Sequence[Task] | None = None
+        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
         self.next_ordinal = start
 
     def __aiter__(self) -> Self:
@@ -166,10 +170,19 @@ class Rollouts:
         if self._tasks is None:
             return {}
         epoch, place = divmod(ordinal, len(self._tasks))
-        if not self._shuffle:
-            return self._tasks[place]
-        generator = np.random.default_rng(identity.seed(self._seed, "shuffle", epoch))
-        return self._tasks[int(generator.permutation(len(self._tasks))[place])]
+        if self._shuffle:
+            place = int(self._order(epoch, len(self._tasks))[place])
+        try:
+            return plain_json(self._tasks[place], "a task")
+        except InvalidEpisodeData as error:
+            raise errors.invalid(f"tasks[{place}]", str(error)) from None
+
+    def _order(self, epoch: int, size: int) -> NDArray[np.int64]:
+        """The order of an epoch, a pure function of the seed."""
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = np.random.default_rng(identity.seed(self._seed, "shuffle", epoch))
+            self._shuffled = (epoch, generator.permutation(size))
+        return self._shuffled[1]
 
     async def close(self) -> None:
         """Free the environment, if it was opened here."""
