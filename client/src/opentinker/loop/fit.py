@@ -43,6 +43,7 @@ def fit(
     seed: int = 0,
     env_options: Mapping[str, Any] | None = None,
     agents: Mapping[str, Any] | None = None,
+    renderer: str = "",
     split: str = "train",
     shuffle: bool = True,
     name: str = "",
@@ -76,6 +77,10 @@ def fit(
     opponents that are not: `ot.Frozen("attacker", version=0)`, `ot.OpponentPool()`, or a function of the
     observation and a `random.Random`. An agent that is not named is played by the first policy; without
     `agents` one plays all.
+
+    `renderer` names the format of conversations: "chatml", "llama3", "role-colon", or "chat-template", the
+    model's own (default; plain text where it has none). It is kept beside the checkpoints, and the policy
+    goes on speaking it.
 
     Before its first update the run compares trainer and sampler on tokens of its own first batch and refuses
     to train with LogprobMismatch where their mean logprobs differ by more than 1e-3 (both float32), otherwise

@@ -12,6 +12,7 @@ from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
 from opentinker.rollout.cast import MAIN, check_cast
 from opentinker.rollout.cast import describe as describe_player
+from opentinker.rollout.formats import check_name
 from opentinker.rollout.limits import Limits
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
@@ -111,6 +112,7 @@ class Plan:
     seed: int
     env_options: Mapping[str, Any]
     agents: Mapping[str, Any]
+    renderer: str
     split: str
     shuffle: bool
     name: str
@@ -152,6 +154,7 @@ class Plan:
         _ = self.rollout_sampling  # refuses what cannot be listed
         self._check_algorithm()
         self._check_agents()
+        check_name(self.renderer)
         if self.sampling.temperature == 0:
             raise invalid(
                 "sampling.temperature", "must be above 0 in training: greedy episodes of a task are equal"
@@ -247,6 +250,7 @@ class Plan:
             "optimizer": _plain(self.optimizer),
             "sampling": _plain(self.sampling),
             "seed": self.seed,
+            "renderer": self.renderer,
             "checkpoint_every": self.checkpoint_every,
             "logprob_check": self.logprob_check,
         }

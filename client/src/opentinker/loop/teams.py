@@ -57,6 +57,7 @@ class Team:
                     run=run,
                 )
             )
+            policy.renderer = plan.renderer
             if not members:
                 await working_on(policy.job.name)
             critic = None

@@ -17,7 +17,7 @@ from opentinker import errors
 from opentinker.environments.base import EnvironmentInfo
 from opentinker.environments.types import AGENT
 from opentinker.rollout.opponents import LATEST, Frozen, OpponentPool
-from opentinker.rollout.renderer import Renderer
+from opentinker.rollout.renderer import Renderer, make_renderer
 from opentinker.rollout.scripted import Script, script_name
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling import identity
@@ -72,7 +72,7 @@ class Casting:
         self._names = environment.agents
         for name, policy in self._policies.items():
             capabilities = await policy.sampler.capabilities()
-            renderer = Renderer(await policy.tokenizer(), environment.tools)
+            renderer = make_renderer(await policy.tokenizer(), policy.renderer, environment.tools)
             self._models[name] = _Model(policy, renderer, int(capabilities.context_tokens))
 
     def versions(self, main: int | None) -> dict[str, int]:
@@ -100,6 +100,11 @@ class Casting:
                 value = trajectory.reward.value if trajectory.counts else None
                 if isinstance(pool, OpponentPool) and value is not None and opponent.reward is not None:
                     pool.record(opponent.policy, 0.5 + 0.5 * float(np.sign(value - opponent.reward)))
+
+    @property
+    def renderer(self) -> str:
+        """Name of the format that the rollout's own policy speaks; "" before anything was played."""
+        return self._models[self._main].renderer.name if self._models else ""
 
     @property
     def pools(self) -> dict[str, OpponentPool]:

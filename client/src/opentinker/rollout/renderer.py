@@ -10,15 +10,19 @@ Where the template writes one placeholder for an image, the prompt has as many a
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from opentinker import errors
 from opentinker.environments.content import Array, Image, Message
 from opentinker.environments.tools import in_words
+from opentinker.rollout.formats import CHAT_TEMPLATE, PLAIN_TEXT, formatted
 from opentinker.rollout.tool_calls import Parsed, parse
 from opentinker.sampling.prompt import PlacedImage, Prompt
 from opentinkerapi.runtime.continuation import View, continuation
 from opentinkerapi.runtime.images import ImageError, ImageSettings, check_size
+
+if TYPE_CHECKING:
+    from opentinkerapi.runtime.render import ChatTokenizer
 
 Rendered = Sequence[Mapping[str, Any]]
 
@@ -51,12 +55,25 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
+def make_renderer(
+    tokenizer: "ChatTokenizer", name: str = "", tools: Sequence[Mapping[str, Any]] = ()
+) -> "Renderer":
+    """The renderer of a name (`formats.NAMES`); "" is the model's own chat template, or plain text where
+    it has none. UnsupportedOption where the model cannot speak that format.
+    """
+    if name == CHAT_TEMPLATE and not tokenizer.has_template:
+        text = "the model has no chat template; name another renderer"
+        raise errors.UnsupportedOption(text, reason=errors.Reason.UNSUPPORTED_OPTION, field="renderer")
+    return Renderer(formatted(tokenizer, name), tools, name)
+
+
 class Renderer:
     """Renders one conversation format: the model's own chat template, or plain text where it has none."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), name: str = "") -> None:
         """`tools` are schemas that the model is shown, and whose calls are read in its replies."""
         self._tokenizer = tokenizer
+        self._name = name
         self._tools = list(tools) or None
         self._tool_names = [str(schema["function"]["name"]) for schema in tools]
         self._instructions = self._tools_in_words()
@@ -64,7 +81,7 @@ class Renderer:
     @property
     def name(self) -> str:
         """Which format."""
-        return "chat-template" if self._tokenizer.has_template else "plain-text"
+        return self._name or (CHAT_TEMPLATE if self._tokenizer.has_template else PLAIN_TEXT)
 
     def first(self, messages: Sequence[Message]) -> Prompt:
         """A prompt that ends where the policy speaks.

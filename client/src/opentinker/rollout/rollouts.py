@@ -116,11 +116,12 @@ class Rollouts:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """What a loop that resumes must know, as JSON values: the place in the data, and the pools of
-        opponents.
+        """What a loop that resumes must know, as JSON values: the place in the data, the format of
+        conversations, the pools of opponents.
         """
         pools = {agent: pool.state() for agent, pool in self._casting.pools.items()}
-        return {"next_ordinal": self.next_ordinal} | ({"pools": pools} if pools else {})
+        state = {"next_ordinal": self.next_ordinal, "renderer": self._casting.renderer}
+        return state | ({"pools": pools} if pools else {})
 
     async def _play(
         self, setting: Setting, ordinals: Iterable[int], versions: Mapping[str, int], meter: EngineMeter
