@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from opentinker.rollout.limits import Limits
     from opentinker.rollout.opponents import Frozen, OpponentPool
     from opentinker.rollout.rollouts import Rollouts, rollouts
+    from opentinker.rollout.stragglers import MinViable, WaitAll
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.completion import Completion, Delta
     from opentinker.sampling.params import SamplingParams
@@ -121,6 +122,7 @@ _HOMES = {
     "rollout.limits": ("Limits",),
     "rollout.opponents": ("Frozen", "OpponentPool"),
     "rollout.rollouts": ("Rollouts", "rollouts"),
+    "rollout.stragglers": ("MinViable", "WaitAll"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.completion": ("Completion", "Delta"),
     "sampling.params": ("SamplingParams",),
@@ -218,6 +220,7 @@ __all__ = [
     "LoRA",
     "Message",
     "Metric",
+    "MinViable",
     "Observation",
     "OpenTinkerError",
     "OpponentPool",
@@ -244,6 +247,7 @@ __all__ = [
     "TrainSamples",
     "Trajectory",
     "Value",
+    "WaitAll",
     "advantages",
     "aggregation",
     "connect",

@@ -18,6 +18,7 @@ from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.loop.result import FitResult
 from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_later
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.stragglers import Stragglers, WaitAll
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.results import Checkpoint
 from opentinker.training.tuning import AdamW, JobOptions, LoRA, ServerOptions, Tuning
@@ -44,6 +45,7 @@ def fit(
     env_options: Mapping[str, Any] | None = None,
     agents: Mapping[str, Any] | None = None,
     renderer: str = "",
+    stragglers: Stragglers | None = None,
     split: str = "train",
     shuffle: bool = True,
     name: str = "",
@@ -81,6 +83,9 @@ def fit(
     `renderer` names the format of conversations: "chatml", "llama3", "role-colon", or "chat-template", the
     model's own (default; plain text where it has none). It is kept beside the checkpoints, and the policy
     goes on speaking it.
+
+    `stragglers`: what a step does about groups that take long: `ot.WaitAll()` (default), or `ot.MinViable()`,
+    which goes on without them and takes them into a later step.
 
     Before its first update the run compares trainer and sampler on tokens of its own first batch and refuses
     to train with LogprobMismatch where their mean logprobs differ by more than 1e-3 (both float32), otherwise
@@ -141,6 +146,7 @@ def _plan(given: Mapping[str, Any]) -> Plan:
         "limits": Limits(),
         "env_options": {},
         "agents": {},
+        "stragglers": WaitAll(),
     }
     options |= {name: value for name, value in defaults.items() if options[name] is None}
     start = options["from_checkpoint"]

@@ -14,6 +14,7 @@ from opentinker.rollout.cast import MAIN, check_cast
 from opentinker.rollout.cast import describe as describe_player
 from opentinker.rollout.formats import check_name
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.stragglers import MinViable, Stragglers, WaitAll
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
 from opentinker.training.losses import CrossEntropy
@@ -56,7 +57,6 @@ LATER = {
     "max_staleness": "asynchronous rollouts",
     "resume": "resuming a run",
     "curriculum": "curricula",
-    "stragglers": "straggler policies",
 }
 """Options of fit() that belong to later versions, by what they are."""
 
@@ -113,6 +113,7 @@ class Plan:
     env_options: Mapping[str, Any]
     agents: Mapping[str, Any]
     renderer: str
+    stragglers: Stragglers
     split: str
     shuffle: bool
     name: str
@@ -133,6 +134,7 @@ class Plan:
             "algorithm": (GRPO, ActorCritic),
             "optimizer": (AdamW,),
             "sampling": (SamplingParams,),
+            "stragglers": (WaitAll, MinViable),
         }
         for name, allowed in kinds.items():
             value = getattr(self, name)
@@ -155,6 +157,7 @@ class Plan:
         self._check_algorithm()
         self._check_agents()
         check_name(self.renderer)
+        self._check_stragglers()
         if self.sampling.temperature == 0:
             raise invalid(
                 "sampling.temperature", "must be above 0 in training: greedy episodes of a task are equal"
@@ -174,6 +177,16 @@ class Plan:
             raise invalid("tuning.value_head", f"{type(algorithm).__name__} trains no value head")
         if self.logprob_check is not True and self.logprob_check is not False:
             above("logprob_check", self.logprob_check, 0.0)
+
+    def _check_stragglers(self) -> None:
+        """That late groups can be sampled from their own version, and are no larger than groups."""
+        if isinstance(self.stragglers, WaitAll):
+            return
+        if isinstance(self.tuning, Full):
+            text = "MinViable needs versions that are served beside each other: LoRA(...)"
+            raise unsupported("stragglers", text)
+        if (self.stragglers.k or 0) > self.algorithm.group_size:
+            raise invalid("stragglers.k", f"must be at most the group size, {self.algorithm.group_size}")
 
     def _check_agents(self) -> None:
         """That somebody is trained, and that no agent is named that is not there."""
@@ -251,6 +264,7 @@ class Plan:
             "sampling": _plain(self.sampling),
             "seed": self.seed,
             "renderer": self.renderer,
+            "stragglers": {"name": type(self.stragglers).__name__, **_plain(self.stragglers)},
             "checkpoint_every": self.checkpoint_every,
             "logprob_check": self.logprob_check,
         }

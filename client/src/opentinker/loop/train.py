@@ -48,6 +48,7 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             scope=recorder.run,
             agents=plan.agents,
             policies=team.policies,
+            stragglers=plan.stragglers,
         )
         try:
             stopped = await _steps(plan, team, batches, recorder)

@@ -75,12 +75,12 @@ class Casting:
             renderer = make_renderer(await policy.tokenizer(), policy.renderer, environment.tools)
             self._models[name] = _Model(policy, renderer, int(capabilities.context_tokens))
 
-    def versions(self, main: int | None) -> dict[str, int]:
-        """What each policy plays a batch at. Pools learn of versions here."""
+    def versions(self, main: int | None, *, league: bool) -> dict[str, int]:
+        """What each policy plays a batch at. Pools of a league learn of versions here."""
         versions = {name: policy.version for name, policy in self._policies.items()}
         if main is not None:
             versions[self._main] = main
-        for pool in self.pools.values():
+        for pool in self.pools.values() if league else ():
             pool.offer(versions[pool.policy or self._main])
         return versions
 

@@ -6,8 +6,9 @@ of his own, which counts unless the infrastructure ends the episode for all.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,6 +43,7 @@ class EpisodeLoop:
         self._own_ends: dict[str, EndReason] = {}
         self._error = ""
         self._deadline = time.monotonic() + limits.wall_clock_s if limits.wall_clock_s else None
+        self._waiting: asyncio.Timeout | None = None
 
     async def begin(self) -> Mapping[str, Prompt]:
         """The first prompts, of models that move first; none if the environment did not get that far."""
@@ -64,6 +66,22 @@ class EpisodeLoop:
         finally:
             await self._close()
 
+    def cut(self) -> None:
+        """End it now, as its deadline would."""
+        self._deadline = time.monotonic()
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """TimeoutError at the deadline of the episode."""
+        async with asyncio.timeout(self._seconds_left()) as waiting:
+            self._waiting = waiting
+            try:
+                yield
+            finally:
+                self._waiting = None
+
     def _hear(self, observations: Observations) -> dict[str, Prompt]:
         self._pending = observations
         prompts = {}
@@ -76,7 +94,7 @@ class EpisodeLoop:
     async def _act(self) -> dict[str, Action] | None:
         """The moves of all whose move is pending, made at once; None if one of them makes none."""
         try:
-            async with asyncio.timeout(self._seconds_left()):
+            async with self._in_time():
                 moves = await together(self._move(name) for name in self._pending)
         except TimeoutError:
             self._stop(EndReason.EPISODE_TIMEOUT)
@@ -136,7 +154,7 @@ class EpisodeLoop:
     async def _guarded(self, call: "Awaitable[_R]") -> "_R | None":
         """A call into the environment; None, and the episode is over, if it did not come back well."""
         try:
-            async with asyncio.timeout(self._seconds_left()):
+            async with self._in_time():
                 return await call
         except errors.OpenTinkerError as error:
             reason = end_reason_of(error)

@@ -79,6 +79,10 @@ class GroupPlayer:
         self._id = f"{setting.source.info.name}/{play.ordinal}"
         self._shared: dict[str, _Shared] = {}
         self._conversation = f"{setting.scope}/{play.ordinal}"
+        self._loops: list[EpisodeLoop] = []
+        self.ended = 0
+        """Members whose episodes are over."""
+        self.was_cut = False
         self.requests: list[tuple[Sampler, str]] = []
         """Every completion that was asked for, to be acknowledged at the end."""
 
@@ -92,13 +96,22 @@ class GroupPlayer:
                 return await loop.play()
             finally:
                 left -= 1
+                self.ended += 1
                 self._on_end()
 
         try:
             return await self._play_all(to_the_end)
         finally:
+            # What was said lives on in the group alone.
+            self._loops, self._shared = [], {}
             for _ in range(left):
                 self._on_end()
+
+    def cut(self) -> None:
+        """End the episodes that go on: those that have ended are the group."""
+        self.was_cut = True
+        for loop in self._loops:
+            loop.cut()
 
     async def _play_all(
         self, to_the_end: Callable[[EpisodeLoop], Coroutine[Any, Any, tuple[Trajectory, ...]]]
@@ -108,6 +121,7 @@ class GroupPlayer:
         sessions = await setting.source.open_group(task=play.task, seed=env_seed, size=setting.group_size)
         try:
             loops = [self._episode(member, session) for member, session in enumerate(sessions)]
+            self._loops = loops
             prompts = await together(loop.begin() for loop in loops)
             async with self._first_turns(loops, prompts):
                 played = await together(to_the_end(loop) for loop in loops)

@@ -6,10 +6,9 @@ Each batch is sampled at the version that the policy has when the batch begins. 
 their ordinals; a static data set is shuffled anew each epoch, as a pure function of the seed.
 """
 
-import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -23,7 +22,9 @@ from opentinker.environments.sources import EnvironmentSource, EnvironmentSpec, 
 from opentinker.rollout.cast import MAIN, Casting
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
 from opentinker.rollout.limits import Limits
-from opentinker.rollout.seats import MAX_EPISODES, Seats
+from opentinker.rollout.playing import Playing
+from opentinker.rollout.seats import MAX_EPISODES
+from opentinker.rollout.stragglers import Stragglers, WaitAll
 from opentinker.rollout.trajectory import Batch, Group
 from opentinker.sampling import identity
 from opentinker.sampling.meter import EngineMeter
@@ -59,6 +60,7 @@ class Rollouts:
         agents: Mapping[str, Any] | None = None,
         policies: Mapping[str, "Policy"] | None = None,
         league: bool = True,
+        stragglers: Stragglers | None = None,
     ) -> None:
         """`policies` are those of a run by name, the first of them `policy`; `league`: results count for the
         pools of opponents.
@@ -75,7 +77,6 @@ class Rollouts:
         self._options = options
         self._groups = groups
         self._group_size = group_size
-        self._concurrency = concurrency
         self._keep = keep
         self._params = params or SamplingParams()
         self._params.check_tokens_only("sampling")
@@ -90,6 +91,9 @@ class Rollouts:
         self._setting: Setting | None = None
         self._tasks: Sequence[Task] | None = None
         self._given: Sequence[Task] | None = None
+        self._playing = Playing(stragglers or WaitAll(), concurrency, group_size)
+        self._meter = EngineMeter()
+        self._index = 0
         self._shuffled: tuple[int, NDArray[np.int64]] | None = None
         self.next_ordinal = start
 
@@ -102,59 +106,45 @@ class Rollouts:
     async def next_batch(self, groups: int) -> Batch:
         """The next batch, with that many groups. On the client's loop."""
         setting = await self._prepare()
-        versions = self._casting.versions(self._version)
+        versions = self._casting.versions(self._version, league=self._league)
         first = self.next_ordinal
         last = first + groups
-        meter = EngineMeter()
         started = time.monotonic()
-        played = await self._play(setting, range(first, last), versions, meter)
+        played = await self._play(setting, range(first, last), versions)
         self.next_ordinal = last
         seconds = time.monotonic() - started
-        batch = Batch(first // groups, self._casting.version(versions), tuple(played), seconds, meter.take())
+        batch = Batch(
+            first // groups, self._casting.version(versions), tuple(played), seconds, self._meter.take()
+        )
         if self._league:
             self._casting.record(batch)
         return batch
 
     def state(self) -> dict[str, Any]:
-        """What a loop that resumes must know, as JSON values: the place in the data, the format of
-        conversations, the pools of opponents.
+        """What a loop that resumes must know, as JSON values: the place in the data, late groups, the
+        format of conversations, the pools of opponents.
         """
         pools = {agent: pool.state() for agent, pool in self._casting.pools.items()}
         state = {"next_ordinal": self.next_ordinal, "renderer": self._casting.renderer}
-        return state | ({"pools": pools} if pools else {})
+        late = self._playing.late
+        return state | ({"pools": pools} if pools else {}) | ({"late": late} if late else {})
 
-    async def _play(
-        self, setting: Setting, ordinals: Iterable[int], versions: Mapping[str, int], meter: EngineMeter
-    ) -> list[Group]:
+    async def _play(self, setting: Setting, ordinals: range, versions: Mapping[str, int]) -> list[Group]:
         """Groups in order, each begun when there are seats for it: what waits is a number, not a task."""
-        seats = Seats(self._concurrency)
-        playing: list[asyncio.Task[Group]] = []
-        failed = asyncio.Event()
+
+        def begin(ordinal: int, on_end: Callable[[], None]) -> GroupPlayer:
+            play = Play(ordinal, self.task(ordinal), self._casting.cast(ordinal, versions))
+            return GroupPlayer(setting, play, self._meter, on_end)
 
         async def play(player: GroupPlayer) -> Group:
-            try:
-                group = await player.play()
-            except BaseException:
-                failed.set()
-                raise
+            group = await player.play()
             # It is here, so the servers need not keep it.
             for sampler in {sampler for sampler, _ in player.requests}:
                 sampler.acknowledge([name for asked, name in player.requests if asked is sampler])
             return group if self._keep else group.without_tokens()
 
-        try:
-            for ordinal in ordinals:
-                await seats.take(self._group_size)
-                if failed.is_set():
-                    break
-                its = Play(ordinal, self.task(ordinal), self._casting.cast(ordinal, versions))
-                player = GroupPlayer(setting, its, meter, seats.leave)
-                playing.append(asyncio.ensure_future(play(player)))
-            return list(await asyncio.gather(*playing))
-        finally:
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+        self._index += 1
+        return await self._playing.batch(self._index, ordinals, begin, play)
 
     async def use(self, tasks: Sequence[Task]) -> None:
         """Play these tasks instead of the split's."""
@@ -186,7 +176,8 @@ class Rollouts:
         return self._shuffled[1]
 
     async def close(self) -> None:
-        """Free the environment, if it was opened here."""
+        """End what is under way, and free the environment, if it was opened here."""
+        await self._playing.close()
         if self._setting is not None and isinstance(self._env, str | type):
             await self._setting.source.close()
 
@@ -233,6 +224,7 @@ def rollouts(
     scope: str | None = None,
     concurrency: int = MAX_EPISODES,
     agents: Mapping[str, Any] | None = None,
+    stragglers: Stragglers | None = None,
 ) -> Rollouts:
     """Play `groups` groups of `group_size` episodes of one task each, again and again.
 
@@ -244,7 +236,8 @@ def rollouts(
 
     `agents` says who plays the agents that the environment names, where that is not `policy`: another Policy,
     whose trajectories are recorded too, or an opponent, whose are not: `ot.Frozen`, `ot.OpponentPool`, or a
-    function of the observation and a `random.Random` that gives a text or an Action.
+    function of the observation and a `random.Random` that gives a text or an Action. `stragglers`: what a
+    batch does about groups that take long (`ot.WaitAll()`, `ot.MinViable()`).
     """
     return Rollouts(
         policy,
@@ -262,4 +255,5 @@ def rollouts(
         scope=scope,
         concurrency=concurrency,
         agents=agents,
+        stragglers=stragglers,
     )

@@ -105,7 +105,7 @@ def _action(action: environment_pb2.Action, field: str) -> dict[str, Any]:
 
 def action_key(actions: Sequence[environment_pb2.AgentAction]) -> bytes:
     """Bytes that are equal where the actions are."""
-    return b"\0".join(action.SerializeToString(deterministic=True) for action in actions)
+    return b"\0".join(sorted(action.SerializeToString(deterministic=True) for action in actions))
 
 
 def begin_to_proto(reply: Reply) -> service_pb2.BeginResponse:
