@@ -30,6 +30,7 @@ from opentinker.environments import (
     JointStep,
     Json,
     Message,
+    Metric,
     Observation,
     Reward,
     RewardStatus,
@@ -135,6 +136,9 @@ class Bids(Environment):
 
     def finalize(self) -> dict[str, float | None]:
         return {"east": 10.0, "west": None}
+
+    def metrics(self) -> dict[str, float | Metric]:
+        return {"rate": Metric(0.5, weight=4), "most": Metric(5, kind="max"), "plain": 2}
 
 
 class SessionContract(ABC):
@@ -309,6 +313,7 @@ class SessionContract(ABC):
         result = await session.finalize_all()
         assert {name: reward.value for name, reward in result.rewards.items()} == {"east": 10.0, "west": 0.0}
         assert result.end_reason is EndReason.TERMINATED
+        assert result.metrics == {"rate": Metric(0.5, 4.0), "most": Metric(5.0, kind="max"), "plain": 2.0}
         await source.close()
 
     async def test_tasks_of_a_split(self, where: Any) -> None:
