@@ -70,7 +70,7 @@ class Together(ot.Environment):
         self.rounds += 1
         said = {name: float(action.text) for name, action in actions.items()}
         left = [name for name, number in said.items() if number]
-        out = {name: "TERMINATED" for name, number in said.items() if not number}
+        out = {name: "TRUNCATED" for name, number in said.items() if not number}
         if self.rounds == 3 or not left:
             return ot.JointStep(rewards=said, ended=out, terminated=True)
         return ot.JointStep({name: ot.Observation("Again.") for name in left}, said, ended=out)
@@ -155,7 +155,11 @@ async def test_at_once_and_one_ends_before_the_others() -> None:
     played = await play(Together, a=Speaker("1"), b=Speaker("2", "0"), c=Speaker("3"))
     assert {name: len(each.turns) for name, each in played.items()} == {"a": 3, "b": 2, "c": 3}
     assert {name: each.reward.value for name, each in played.items()} == {"a": 3.0, "b": 2.0, "c": 9.0}
-    assert all(each.end_reason is ot.EndReason.TERMINATED for each in played.values())
+    assert {name: each.end_reason.value for name, each in played.items()} == {
+        "a": "TERMINATED",
+        "b": "TRUNCATED",
+        "c": "TERMINATED",
+    }
 
 
 async def test_those_who_move_at_once_do_not_wait_for_each_other() -> None:
@@ -451,6 +455,17 @@ def test_casts_that_make_no_sense_are_refused(
     assert not doubles.scheduler.jobs
 
 
+def test_the_cast_of_an_evaluation_is_checked_at_once(doubles: World, tmp_path: Path) -> None:
+    for agents, message in (
+        ({"grey": lowest}, "no agent 'grey'"),
+        ({"white": lowest, "black": lowest}, "nothing would be recorded"),
+        ({"white": "stranger"}, "no policy 'stranger' is trained here"),
+    ):
+        with pytest.raises(errors.InvalidArgument, match=message):
+            train(doubles, tmp_path, evaluation=ot.Evaluation(agents=agents))
+    assert not doubles.scheduler.jobs
+
+
 def test_an_agent_of_a_plain_environment_may_not_be_named(doubles: World, tmp_path: Path) -> None:
     plain = ot.single_turn([{"prompt": "?"}], reward=lambda answer, task: 1.0, name="plain")
     with pytest.raises(errors.InvalidArgument, match="plain has no agent 'white'; its agents: agent"):
@@ -491,12 +506,14 @@ def test_a_pool_draws_those_who_win() -> None:
 
 def test_a_pool_keeps_to_its_size_and_never_drops_the_newest() -> None:
     pool = ot.OpponentPool(latest=0.25, size=2, every=2)
-    for version in range(7):
+    for version in (0, 1, 2, 2):
         pool.offer(version)
-        pool.offer(version)
-        pool.record(f"policy@{version}", 1.0)
-    assert pool.state()["versions"] == [4, 6] or pool.state()["versions"][-1] == 6
-    assert len(pool.state()["versions"]) == 2
+    assert pool.state()["versions"] == [0, 2]  # every second one, once
+    for _ in range(20):
+        pool.record("policy@0", 0.0)
+        pool.record("policy@2", 0.1)
+    pool.offer(4)  # nothing is known of it, and the others win
+    assert pool.state()["versions"] == [0, 4]
     assert draws(pool)[LATEST] == pytest.approx(0.25, abs=0.03)
 
 

@@ -101,7 +101,7 @@ def test_rewards_of_all_kinds_add_up() -> None:
 def test_metrics_of_many_episodes_are_one_number_by_their_kind() -> None:
     episodes = [
         {"rate": Metric(1.0, weight=1), "solved": 1.0, "most": Metric(3, kind="max")},
-        {"rate": Metric(0.0, weight=3), "solved": 0.0, "most": Metric(7, kind="max")},
+        {"rate": Metric(0.5, weight=3), "solved": 0.0, "most": Metric(7, kind="max")},
         {"calls": Metric(4, kind="sum"), "least": Metric(2, kind="min"), "none": Metric(9.0, weight=0)},
         {"calls": Metric(5, kind="sum"), "least": Metric(1, kind="min")},
     ]
@@ -109,7 +109,7 @@ def test_metrics_of_many_episodes_are_one_number_by_their_kind() -> None:
         "calls/sum": 9.0,
         "least/min": 1.0,
         "most/max": 7.0,
-        "rate/mean": 0.25,
+        "rate/mean": 0.625,
         "solved/mean": 0.5,
     }
     for given in episodes:

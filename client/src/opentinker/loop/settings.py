@@ -192,6 +192,7 @@ class Plan:
         """That somebody is trained, and that no agent is named that is not there."""
         if not isinstance(self.env, str):
             check_cast(self.agents, self.env.agents, self.env.__name__, self.policies[0])
+            check_cast(self._evaluated, self.env.agents, self.env.__name__, self.policies[0])
         for field, agents in (("agents", self.agents), ("evaluation.agents", self._evaluated)):
             for agent, player in agents.items():
                 self._check_player(player, f"{field}[{agent!r}]")
