@@ -10,7 +10,7 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
-from opentinker.rollout.cast import MAIN, check_cast
+from opentinker.rollout.cast import MAIN, check_cast, check_player
 from opentinker.rollout.cast import describe as describe_player
 from opentinker.rollout.formats import check_name
 from opentinker.rollout.limits import Limits
@@ -198,6 +198,7 @@ class Plan:
                 self._check_player(player, f"{field}[{agent!r}]")
 
     def _check_player(self, player: Any, field: str) -> None:
+        check_player(player, field)
         if isinstance(player, Policy):
             text = (
                 "fit() makes the policies that it trains: give them names; ot.Frozen(policy, version) is one"

@@ -123,10 +123,7 @@ class Casting:
             return player
         if isinstance(player, str) or hasattr(player, "sampler"):
             return self._name(player, field)
-        if not callable(player):
-            raise errors.invalid(
-                field, f"must be a policy, ot.Frozen, ot.OpponentPool or a function, not {player!r}"
-            )
+        check_player(player, field)
         return player
 
     def _name(self, policy: Any, field: str) -> str:
@@ -161,6 +158,14 @@ class Casting:
         model = self._models[name]
         sampler = model.policy.sampler
         return Voice(label, sampler, model.renderer, model.context_tokens, version, trained)
+
+
+def check_player(player: Any, field: str) -> None:
+    """InvalidArgument for what can play nobody."""
+    known = isinstance(player, str | Frozen | OpponentPool) or hasattr(player, "sampler") or callable(player)
+    if not known:
+        text = f"must be a policy, ot.Frozen, ot.OpponentPool or a function, not {player!r}"
+        raise errors.invalid(field, text)
 
 
 def check_cast(given: Mapping[str, Any], agents: Sequence[str], environment: str, main: str) -> None:
