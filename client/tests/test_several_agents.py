@@ -361,13 +361,19 @@ def test_two_policies_are_trained_at_once_each_on_its_own(doubles: World, tmp_pa
     refs = [request.model.policy_version for request in requests]
     seen = {(ref.policy, ref.version) for ref in refs}
     assert {(policy.name, version) for policy in (attacker, defender) for version in (0, 1)} <= seen
-    seeds = {request.request_id: request.params.seed for request in requests}
-    assert len(seeds) == len(requests)
-    assert len(set(seeds.values())) == len(seeds)
+    assert len({request.request_id for request in requests}) == len(requests)
     # Against nought the attacker wins or, with two noughts, draws; and only its own games are measured.
     assert all(result_.reward > 0 for _, result_ in result.evaluations)
     state = json.loads(doubles.scheduler.loop_states[0].state)
     assert set(state["policies"]) == {"attacker", "defender"}
+
+
+def test_no_two_agents_draw_from_the_same_seed(doubles: World, tmp_path: Path) -> None:
+    train(doubles, tmp_path, Together)
+    requests = doubles.inference.requests
+    seeds = [request.params.seed + index for request in requests for index in range(request.n)]
+    assert len(seeds) > 3 * 2 * 4 * 3
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_runs_with_several_agents_can_be_repeated(doubles: World, tmp_path: Path) -> None:

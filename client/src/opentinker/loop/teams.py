@@ -94,11 +94,10 @@ class Team:
         """By name."""
         return {each.name: each.policy for each in self.members}
 
-    async def learn(self, batch: Batch, step: int) -> tuple[dict[str, float], Learned]:
+    async def learn(self, batch: Batch, step: int) -> Learned:
         """Everything that a batch teaches each of them. With several, metrics bear the policy's name."""
         if len(self.members) == 1:
-            learned = await self.first.learner.learn(batch, step)
-            return learned.row, learned
+            return await self.first.learner.learn(batch, step)
         row: dict[str, float] = {}
         parts: list[Learned] = []
         for each in self.members:
@@ -115,7 +114,7 @@ class Team:
             for name in sorted({name for part in parts for name in part.row if name.startswith("timing_s/")})
         }
         inert = all(part.inert for part in parts)
-        return row, Learned(row, inert=inert, updated=any(part.updated for part in parts))
+        return Learned(row, inert=inert, updated=any(part.updated for part in parts))
 
     async def save(self, step: int) -> tuple[Checkpoint, dict[str, Any]]:
         """Checkpoints of all; the first one's, and what else the loop must know of them."""
