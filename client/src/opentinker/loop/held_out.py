@@ -80,6 +80,8 @@ def _opponents(policy: Policy, agents: Mapping[str, Any], policies: Mapping[str,
     opponents = {}
     for agent, player in agents.items():
         other = policies.get(player) if isinstance(player, str) else player
-        others = isinstance(other, Policy) and other is not policy
-        opponents[agent] = Frozen(other, other.version) if others else player
+        if isinstance(other, Policy) and other is not policy:
+            opponents[agent] = Frozen(other, other.version)
+        else:
+            opponents[agent] = player
     return opponents

@@ -1,6 +1,8 @@
 """Groups under way: begun in order, handed out when they have ended, the oldest first."""
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ class Playing:
         self._group_size = group_size
         self._groups: list[_Playing] = []
         self._failed = asyncio.Event()
+        self._news = asyncio.Event()
+        """An episode or a group has ended."""
 
     @property
     def late(self) -> list[int]:
@@ -51,8 +55,9 @@ class Playing:
                 await self._seats.take(self._group_size)
                 if self._failed.is_set():
                     break
-                player = begin(ordinal, self._seats.leave)
+                player = begin(ordinal, self._member_ended)
                 task = asyncio.ensure_future(self._played(play, player))
+                task.add_done_callback(lambda _: self._news.set())
                 self._groups.append(_Playing(ordinal, index, time.monotonic(), player, task))
             await self._wait(index)
             ended = [each for each in self._groups if each.task.done()]
@@ -79,6 +84,7 @@ class Playing:
     async def _wait(self, index: int) -> None:
         """Until no group is waited for any more, and there is one to hand out."""
         while pending := [each for each in self._groups if not each.task.done()]:
+            self._news.clear()
             for each in self._groups:
                 if each.task.done():
                     each.task.result()  # raises what it raised
@@ -94,12 +100,14 @@ class Playing:
                 for each in waited
                 if not each.player.was_cut and index - each.batch < self._stragglers.patience
             ]
-            timeout = min(deadlines) if deadlines and min(deadlines) < float("inf") else None
-            await asyncio.wait(
-                [each.task for each in waited or pending],
-                timeout=None if timeout is None else max(timeout, 0.0),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            timeout = max(min(deadlines), 0.0) if deadlines and min(deadlines) < math.inf else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._news.wait()
+
+    def _member_ended(self) -> None:
+        self._seats.leave()
+        self._news.set()
 
     def _is_late(self, group: _Playing, index: int) -> bool:
         """Whether the batch goes on without it."""

@@ -63,9 +63,10 @@ def repaired(text: str) -> Any:
     if len(text) > MAX_CALL_CHARACTERS:
         raise InvalidEpisodeData(f"{len(text)} characters are over the {MAX_CALL_CHARACTERS} of a call")
     stripped = _FENCE.sub("", text.strip()).strip()
-    for attempt in (lambda: stripped, lambda: _mended(stripped)):
+    problem = ""
+    for mend in (str, _mended):
         try:
-            return json.loads(attempt(), strict=False, parse_constant=_no_constant)
+            return json.loads(mend(stripped), strict=False, parse_constant=_no_constant)
         except RecursionError:
             raise InvalidEpisodeData("it is nested too deeply") from None
         except ValueError as error:
