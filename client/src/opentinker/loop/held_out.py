@@ -77,7 +77,7 @@ async def play_held_out(
 
 def _opponents(policy: Policy, agents: Mapping[str, Any], policies: Mapping[str, Policy]) -> dict[str, Any]:
     """The agents with every other policy frozen as it is now."""
-    opponents = {}
+    opponents: dict[str, Any] = {}
     for agent, player in agents.items():
         other = policies.get(player) if isinstance(player, str) else player
         if isinstance(other, Policy) and other is not policy:

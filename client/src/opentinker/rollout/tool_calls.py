@@ -9,7 +9,7 @@ The text is hostile: it is never evaluated, and its size, number and depth are b
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def repaired(text: str) -> Any:
         raise InvalidEpisodeData(f"{len(text)} characters are over the {MAX_CALL_CHARACTERS} of a call")
     stripped = _FENCE.sub("", text.strip()).strip()
     problem = ""
-    for mend in (str, _mended):
+    menders: tuple[Callable[[str], str], ...] = (str, _mended)
+    for mend in menders:
         try:
             return json.loads(mend(stripped), strict=False, parse_constant=_no_constant)
         except RecursionError:
