@@ -12,8 +12,9 @@ from opentinker import errors
 from opentinker.environments.base import Environment
 from opentinker.environments.content import Message
 from opentinker.environments.sources import LocalEnvironment
-from opentinker.environments.types import Action, EndReason, Observation, StepResult
+from opentinker.environments.types import AGENT, Action, EndReason, Observation, StepResult
 from opentinker.rollout.agent_loop import AgentLoop
+from opentinker.rollout.episode_loop import EpisodeLoop
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Trajectory
@@ -80,7 +81,6 @@ async def play(
     source = LocalEnvironment(env, options)
     (session,) = await source.open_group(task={}, seed=0, size=1)
     loop = AgentLoop(
-        session,
         Renderer(tokenizer),
         script,
         group="g",
@@ -91,8 +91,10 @@ async def play(
         context_tokens=context,
         temperature=1.0,
     )
-    await loop.begin()
-    return await loop.play()
+    episode = EpisodeLoop(session, {AGENT: loop}, limits or Limits())
+    await episode.begin()
+    (trajectory,) = await episode.play()
+    return trajectory
 
 
 def conversation(*replies: str) -> list[dict[str, str]]:

@@ -244,7 +244,7 @@ def test_neutral_values_of_later_options_are_taken(doubles: World, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"stepz": 3}, "no option 'stepz'; it has algorithm"),
+        ({"stepz": 3}, "no option 'stepz'; it has agents, algorithm"),
         ({"steps": 0}, "steps"),
         ({"groups_per_step": -1}, "groups_per_step"),
         ({"checkpoint_every": 0}, "checkpoint_every"),

@@ -14,9 +14,11 @@ from opentinker import errors
 from opentinker.environments.base import Environment
 from opentinker.environments.content import Content, Image, Json, Message
 from opentinker.environments.errors import InvalidEpisodeData
+from opentinker.environments.session import EnvironmentSession
 from opentinker.environments.sources import LocalEnvironment
-from opentinker.environments.types import Action, Observation, StepResult
+from opentinker.environments.types import AGENT, Action, Observation, StepResult
 from opentinker.rollout.agent_loop import AgentLoop
+from opentinker.rollout.episode_loop import EpisodeLoop
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
 from opentinker.rollout.trajectory import Batch, Group, Trajectory
@@ -103,7 +105,6 @@ class Script:
 async def play(script: Script, tokenizer: ChatTokenizer = CHAT, **options: Any) -> Trajectory:
     (session,) = await LocalEnvironment(Album, options).open_group(task={}, seed=0, size=1)
     loop = AgentLoop(
-        session,
         Renderer(tokenizer),
         script,
         group="g",
@@ -114,8 +115,15 @@ async def play(script: Script, tokenizer: ChatTokenizer = CHAT, **options: Any) 
         context_tokens=10_000,
         temperature=1.0,
     )
-    await loop.begin()
-    return await loop.play()
+    return await played(session, loop)
+
+
+async def played(session: EnvironmentSession, loop: AgentLoop) -> Trajectory:
+    """The episode of the only agent."""
+    episode = EpisodeLoop(session, {AGENT: loop}, Limits())
+    await episode.begin()
+    (trajectory,) = await episode.play()
+    return trajectory
 
 
 def test_a_prompt_has_as_many_placeholders_as_the_model_sees() -> None:
@@ -169,11 +177,10 @@ async def test_images_nobody_spoke_after_are_not_trained_on() -> None:
 
     (session,) = await LocalEnvironment(Ends, {}).open_group(task={}, seed=0, size=1)
     loop = AgentLoop(
-        session, Renderer(CHAT), Script(), group="g", member=0, version=1, limits=Limits(),
+        Renderer(CHAT), Script(), group="g", member=0, version=1, limits=Limits(),
         max_tokens=None, context_tokens=0, temperature=1.0,
     )  # fmt: skip
-    await loop.begin()
-    (segment,) = (await loop.play()).segments
+    (segment,) = (await played(session, loop)).segments
     assert [image.image for image in segment.images] == [SMALL, WIDE]
     assert segment.images[-1].end < len(segment.token_ids)
 

@@ -92,5 +92,8 @@ def test_the_table_is_complete(doubles: World, tmp_path: Path) -> None:
     assert unseen <= {
         # Of episodes that fail, and of environments that report numbers.
         "rollout/excluded/[A-Za-z0-9_]+$",
-        "env/[A-Za-z0-9_]+/mean$",
+        *(f"env/[A-Za-z0-9_]+/{kind}$" for kind in ("mean", "sum", "max", "min")),
+        "reward/[A-Za-z0-9_]+/mean$",
+        # Of environments that name their agents.
+        *(f"agents/[A-Za-z0-9_]+/score/{kind}$" for kind in ("mean", "max", "min")),
     }

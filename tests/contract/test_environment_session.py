@@ -26,8 +26,11 @@ from opentinker.environments import (
     EnvironmentSession,
     EnvironmentSource,
     Image,
+    InvalidEpisodeData,
+    JointStep,
     Json,
     Message,
+    Metric,
     Observation,
     Reward,
     RewardStatus,
@@ -111,6 +114,31 @@ class Everything(Environment):
 
     def metrics(self) -> dict[str, float]:
         return {"size": self._size}
+
+
+class Bids(Environment):
+    """Two bid at once until one says 0 and is out; then the other alone, once."""
+
+    agents: ClassVar[tuple[str, ...]] = ("east", "west")
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> dict[str, Observation]:
+        self.alone = ""
+        return {name: Observation(f"{name}, seed {seed}", info={"of": name}) for name in self.agents}
+
+    def step(self, actions: dict[str, Action]) -> JointStep:
+        rewards: dict[str, float] = {name: int(action.text) for name, action in actions.items()}
+        out = [name for name, bid in rewards.items() if not bid]
+        if self.alone or len(out) == 2:
+            return JointStep({"west": Observation("sold")}, rewards, terminated=True, info={"sold": True})
+        left = {name: Observation(f"{name} again") for name in rewards if name not in out}
+        self.alone = next(iter(left)) if out else ""
+        return JointStep(left, rewards, ended=dict.fromkeys(out, EndReason.TRUNCATED))
+
+    def finalize(self) -> dict[str, float | None]:
+        return {"east": 10.0, "west": None}
+
+    def metrics(self) -> dict[str, float | Metric]:
+        return {"rate": Metric(0.5, weight=4), "most": Metric(5, kind="max"), "plain": 2}
 
 
 class SessionContract(ABC):
@@ -253,6 +281,41 @@ class SessionContract(ABC):
         with pytest.raises(EpisodeNotFound):
             await session.step(Action("?"), 1)
 
+    async def test_several_agents_move_and_are_rewarded_by_name(self, where: Any) -> None:
+        source = await self.source(where, Bids)
+        assert source.info.agents == ("east", "west")
+        (session,) = await source.open_group(task={}, seed=3, size=1)
+        first = await session.begin_all()
+        assert first == {name: Observation(f"{name}, seed 3", info={"of": name}) for name in ("east", "west")}
+        assert await session.begin_all() == first
+        with pytest.raises(InvalidEpisodeData, match="several agents: east, west"):
+            await session.begin()
+        for wrong in (
+            {"east": Action("1")},
+            {"east": Action("1"), "west": Action("1"), "agent": Action("1")},
+        ):
+            with pytest.raises(InvalidArgument, match=r"moves of \['east', 'west'\] are pending") as raised:
+                await session.step_all(wrong, 1)
+            assert raised.value.field == "actions"
+        moves = {"east": Action("2"), "west": Action("0")}
+        step = await session.step_all(moves, 1)
+        assert step.observations == {"east": Observation("east again")}
+        assert step.rewards == {"east": Reward(2.0), "west": Reward(0.0)}
+        assert (step.ended, step.done) == ({"west": EndReason.TRUNCATED}, False)
+        assert await session.step_all(moves, 1) == step
+        with pytest.raises(SeqReused):
+            await session.step_all({"east": Action("2"), "west": Action("1")}, 1)
+        with pytest.raises(InvalidArgument, match=r"moves of \['east'\] are pending"):
+            await session.step_all(moves, 2)
+        end = await session.step_all({"east": Action("5")}, 2)
+        assert (end.terminated, end.info) == (True, {"sold": True})
+        assert end.observations == {"west": Observation("sold")}
+        result = await session.finalize_all()
+        assert {name: reward.value for name, reward in result.rewards.items()} == {"east": 10.0, "west": 0.0}
+        assert result.end_reason is EndReason.TERMINATED
+        assert result.metrics == {"rate": Metric(0.5, 4.0), "most": Metric(5.0, kind="max"), "plain": 2.0}
+        await source.close()
+
     async def test_tasks_of_a_split(self, where: Any) -> None:
         source = await self.source(where, Everything, options={"size": 3})
         tasks = await source.tasks("train")
@@ -308,8 +371,9 @@ def running_host(folder: Path, port: int = 0) -> Iterator[int]:
     folder.mkdir(exist_ok=True)
     shipped = {name: entry.model_dump(mode="json") for name, entry in EnvHostSettings().environments.items()}
     mine = {"target": f"{HERE.stem}:Everything", "path": [str(HERE.parent)]}
+    bids = {**mine, "target": f"{HERE.stem}:Bids"}
     settings = {
-        "environments": {**shipped, "everything": mine},
+        "environments": {**shipped, "everything": mine, "bids": bids},
         "state_dir": str(folder / "state"),
         "ready_file": str(folder / "ready.json"),
         "listen_port": port,
@@ -335,6 +399,7 @@ def host_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 class TestHostedSession(SessionContract):
     NAMES: ClassVar[dict[type[Environment], str]] = {
         Everything: "everything",
+        Bids: "bids",
         Arithmetic: "arithmetic",
         GuessNumber: "guess_number",
     }
@@ -349,7 +414,7 @@ class TestHostedSession(SessionContract):
         return await environment_source(f"hosted:{self.NAMES[env]}", given, channel=where, **options)
 
     async def test_unknown_names_and_options_are_refused(self, where: Any) -> None:
-        with pytest.raises(InvalidArgument, match="known: arithmetic, everything, guess_number"):
+        with pytest.raises(InvalidArgument, match="known: arithmetic, bids, everything, guess_number"):
             await environment_source("chess", channel=where)
         with pytest.raises(InvalidArgument, match="no env_host"):
             await environment_source("guess_number")

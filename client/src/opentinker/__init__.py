@@ -22,14 +22,20 @@ if TYPE_CHECKING:
         EndReason,
         Environment,
         Image,
+        JointStep,
         Message,
+        Metric,
         Observation,
         Reward,
         RewardStatus,
         StepResult,
         ToolCall,
+        ToolEnvironment,
+        ToolError,
         single_turn,
+        tool,
     )
+    from opentinker.environments.tasks import tasks
     from opentinker.errors import OpenTinkerError
     from opentinker.loop.algorithms import GRPO, ActorCritic, Critic, KLPenalty, Overlong
     from opentinker.loop.evaluation import EvaluationResult
@@ -39,7 +45,9 @@ if TYPE_CHECKING:
     from opentinker.loop.result import FitResult
     from opentinker.loop.settings import Evaluation
     from opentinker.rollout.limits import Limits
+    from opentinker.rollout.opponents import Frozen, OpponentPool
     from opentinker.rollout.rollouts import Rollouts, rollouts
+    from opentinker.rollout.stragglers import MinViable, WaitAll
     from opentinker.rollout.trajectory import Batch, Group, Trajectory
     from opentinker.sampling.completion import Completion, Delta
     from opentinker.sampling.params import SamplingParams
@@ -89,14 +97,20 @@ _HOMES = {
         "EndReason",
         "Environment",
         "Image",
+        "JointStep",
         "Message",
+        "Metric",
         "Observation",
         "Reward",
         "RewardStatus",
         "StepResult",
         "ToolCall",
+        "ToolEnvironment",
+        "ToolError",
         "single_turn",
+        "tool",
     ),
+    "environments.tasks": ("tasks",),
     "errors": ("OpenTinkerError",),
     "loop.algorithms": ("GRPO", "ActorCritic", "Critic", "KLPenalty", "Overlong"),
     "loop.evaluation": ("EvaluationResult",),
@@ -106,7 +120,9 @@ _HOMES = {
     "loop.result": ("FitResult",),
     "loop.settings": ("Evaluation",),
     "rollout.limits": ("Limits",),
+    "rollout.opponents": ("Frozen", "OpponentPool"),
     "rollout.rollouts": ("Rollouts", "rollouts"),
+    "rollout.stragglers": ("MinViable", "WaitAll"),
     "rollout.trajectory": ("Batch", "Group", "Trajectory"),
     "sampling.completion": ("Completion", "Delta"),
     "sampling.params": ("SamplingParams",),
@@ -189,6 +205,7 @@ __all__ = [
     "Evaluation",
     "EvaluationResult",
     "FitResult",
+    "Frozen",
     "Full",
     "GeometricMask",
     "Group",
@@ -197,12 +214,16 @@ __all__ = [
     "Image",
     "ImportanceSampling",
     "JobOptions",
+    "JointStep",
     "KLPenalty",
     "Limits",
     "LoRA",
     "Message",
+    "Metric",
+    "MinViable",
     "Observation",
     "OpenTinkerError",
+    "OpponentPool",
     "Overlong",
     "Policy",
     "RecordedEpisode",
@@ -220,10 +241,13 @@ __all__ = [
     "StepResult",
     "Support",
     "ToolCall",
+    "ToolEnvironment",
+    "ToolError",
     "TrainSample",
     "TrainSamples",
     "Trajectory",
     "Value",
+    "WaitAll",
     "advantages",
     "aggregation",
     "connect",
@@ -245,6 +269,8 @@ __all__ = [
     "sft_async",
     "single_turn",
     "supervised_samples",
+    "tasks",
+    "tool",
     "train_samples",
 ]
 

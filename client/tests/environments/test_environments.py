@@ -1,5 +1,6 @@
 """The environment API without a session: what may be written, and what is refused."""
 
+import json
 import math
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from opentinker.environments import (
     InvalidEpisodeData,
     InvalidOptions,
     InvalidReward,
+    JointStep,
     Message,
+    Metric,
     Observation,
     Reward,
     RewardKind,
@@ -35,6 +38,7 @@ from opentinker.environments import (
 )
 from opentinker.environments.builtin import Arithmetic, GuessNumber
 from opentinker.environments.builtin.arithmetic import last_integer
+from opentinker.environments.measures import joined, plain_metrics, read_metrics
 from opentinker.environments.rewards import total
 from opentinkerapi.runtime.errors import InvalidArgument
 
@@ -92,6 +96,57 @@ def test_rewards_of_all_kinds_add_up() -> None:
     }
     with pytest.raises(InvalidReward):
         total([Reward(1e308), Reward(1e308)])
+
+
+def test_metrics_of_many_episodes_are_one_number_by_their_kind() -> None:
+    episodes = [
+        {"rate": Metric(1.0, weight=1), "solved": 1.0, "most": Metric(3, kind="max")},
+        {"rate": Metric(0.5, weight=3), "solved": 0.0, "most": Metric(7, kind="max")},
+        {"calls": Metric(4, kind="sum"), "least": Metric(2, kind="min"), "none": Metric(9.0, weight=0)},
+        {"calls": Metric(5, kind="sum"), "least": Metric(1, kind="min")},
+    ]
+    assert joined(episodes) == {
+        "calls/sum": 9.0,
+        "least/min": 1.0,
+        "most/max": 7.0,
+        "rate/mean": 0.625,
+        "solved/mean": 0.5,
+    }
+    for given in episodes:
+        assert read_metrics(json.loads(json.dumps(plain_metrics(given)))) == read_metrics(given)
+    for wrong in (
+        math.nan,
+        math.inf,
+        "1",
+        None,
+        Metric,
+        {"value": 1, "weight": -1},
+        {"value": 1, "kind": "p99"},
+    ):
+        with pytest.raises((InvalidEpisodeData, TypeError)):
+            read_metrics({"a": wrong})
+    with pytest.raises(InvalidEpisodeData, match="must be a dict"):
+        read_metrics([1])
+
+
+def test_a_joint_step_says_whose_move_it_is() -> None:
+    step = JointStep({"a": "hi"}, {"a": 1, "b": None}, ended={"b": "TRUNCATED"})
+    assert step.observations == {"a": Observation("hi")}
+    assert step.rewards == {"a": Reward(1.0), "b": Reward.unscored()}
+    assert step.ended == {"b": EndReason.TRUNCATED}
+    assert JointStep(terminated=True).done
+    for wrong in (
+        {},
+        {"observations": {"a": 7}},
+        {"observations": ["a"]},
+        {"observations": {1: "x"}},
+        {"observations": {"a": "x"}, "ended": {"b": "ENV_CRASH"}},
+        {"observations": {"a": "x"}, "rewards": 1.0},
+    ):
+        with pytest.raises(InvalidEpisodeData):
+            JointStep(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidReward):
+        JointStep({"a": "x"}, {"a": math.nan})
 
 
 def test_observations_are_content_or_messages() -> None:
@@ -165,8 +220,11 @@ async def test_classes_that_cannot_be_played_are_refused() -> None:
 
     with pytest.raises(EnvironmentDefinitionError, match="does not define step"):
         describe(Half)
-    with pytest.raises(EnvironmentDefinitionError, match="multi-agent episodes are not supported yet"):
-        await environment_source(Duel)
+    assert describe(Duel).agents == ("white", "black")
+    for wrong_names in ((), ("a", "a"), ("a b",), ("",), "ab", (1, 2)):
+        Duel.agents = wrong_names  # type: ignore[assignment]
+        with pytest.raises(EnvironmentDefinitionError, match=r"Duel\.agents is"):
+            await environment_source(Duel)
     for wrong in (GuessNumber(), int, None):
         with pytest.raises(EnvironmentDefinitionError):
             await environment_source(wrong)  # type: ignore[arg-type]

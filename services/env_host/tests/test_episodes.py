@@ -140,8 +140,11 @@ async def test_bad_requests_are_refused_by_name(start: Start) -> None:
     (episode,) = await host.open()
     await host.begin(episode)
     two = [environment_pb2.AgentAction(agent=name, action=environment_pb2.Action()) for name in ("a", "b")]
-    with pytest.raises(InvalidArgument, match="several agents are not supported"):
+    with pytest.raises(InvalidArgument, match=r"moves of \['agent'\] are pending .* not of \['a', 'b'\]"):
         await host.call(host.stub.Step(pb.StepRequest(episode=episode, seq=1, actions=two)))
+    with pytest.raises(InvalidArgument, match="'a' has two actions") as raised:
+        await host.call(host.stub.Step(pb.StepRequest(episode=episode, seq=1, actions=[two[0], two[0]])))
+    assert raised.value.field == "actions[1].agent"
 
 
 async def test_more_episodes_than_allowed_are_refused_until_some_are_closed(start: Start) -> None:

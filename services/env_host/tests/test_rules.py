@@ -25,6 +25,11 @@ FACTS = EnvironmentFacts("", "1", 0, True, ())
 TTL_S = 100.0
 
 
+def move(add: int) -> dict[str, Any]:
+    """The action of the only agent."""
+    return {"agents": {"agent": {"add": add}}}
+
+
 class FakeWorker:
     """Plays sums in memory: each step adds its action; above 100 the episode ends."""
 
@@ -48,9 +53,9 @@ class FakeWorker:
         if operation == "begin":
             self._sums[name] = fields["seed"]
         if operation == "step":
-            self._sums[name] += fields["action"]["add"]
+            self._sums[name] += fields["action"]["agents"]["agent"]["add"]
         total = self._sums.get(name, 0)
-        answer = {"sum": total, "terminated": total > 100, "truncated": False}
+        answer = {"observations": {"agent": {}}, "sum": total, "terminated": total > 100, "truncated": False}
         return Reply(answer, (), f"{operation in ('begin', 'step')}{total}", 0.0)
 
     def kill(self, why: str) -> None:
@@ -132,7 +137,7 @@ async def play(script: list[tuple[str, int, int]]) -> None:
     async def step(member: int, add: int) -> None:
         name, done = group.episodes[member], actions[member]
         ended = 7 + sum(done) > 100
-        call: Callable[[], Any] = lambda: host.step(name, len(done) + 1, str(add).encode(), {"add": add})  # noqa: E731
+        call: Callable[[], Any] = lambda: host.step(name, len(done) + 1, str(add).encode(), move(add))  # noqa: E731
         if not begun[member] or ended:
             with refused(Reason.INVALID_STATE):
                 await call()
@@ -159,15 +164,15 @@ async def play(script: list[tuple[str, int, int]]) -> None:
             case "again" if actions[index]:
                 last = actions[index][-1]
                 answered = await host.step(
-                    group.episodes[index], len(actions[index]), str(last).encode(), {"add": last}
+                    group.episodes[index], len(actions[index]), str(last).encode(), move(last)
                 )
                 assert answered.reply.answer["sum"] == 7 + sum(actions[index])
             case "other" if actions[index]:
                 with refused(Reason.SEQ_REUSED):
-                    await host.step(group.episodes[index], len(actions[index]), b"other", {"add": 1})
+                    await host.step(group.episodes[index], len(actions[index]), b"other", move(1))
             case "skip":
                 with refused(Reason.STEP_OUT_OF_ORDER):
-                    await host.step(group.episodes[index], len(actions[index]) + number, b"1", {"add": 1})
+                    await host.step(group.episodes[index], len(actions[index]) + number, b"1", move(1))
     await host.close(group.episodes)
     assert host.open_episodes == 0
     with refused(Reason.EPISODE_NOT_FOUND):
@@ -187,7 +192,7 @@ async def test_a_lease_lasts_its_time_from_the_last_sign_of_life() -> None:
     await host.reap()
     assert host.open_episodes == 3
     host.renew([renewed])
-    await host.step(played, 1, b"", {"add": 1})
+    await host.step(played, 1, b"", move(1))
     await clock.advance(2)
     await host.reap()
     assert host.renew([renewed, played, left])[0] == [left]
@@ -215,7 +220,7 @@ async def test_request_ids_are_kept_for_an_hour() -> None:
 def test_an_image_too_large_to_travel_ends_its_episode_by_name() -> None:
     def begun(size: int) -> Reply:
         content = [{"image": 0, "media_type": "image/png"}]
-        return Reply({"observation": {"content": content}}, [bytes(size)], "", 0.0)
+        return Reply({"observations": {"agent": {"content": content}}}, [bytes(size)], "", 0.0)
 
     (pending,) = begin_to_proto(begun(2 * 1024 * 1024)).pending
     assert len(pending.observation.content.parts[0].image.inline) == 2 * 1024 * 1024

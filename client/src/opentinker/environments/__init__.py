@@ -9,6 +9,7 @@ Playing one (`sources`, `session`, `hosted`) is imported on first use only.
 
 from typing import TYPE_CHECKING, Any
 
+from opentinker.environments.agents import JointResult, JointStep
 from opentinker.environments.base import Environment, EnvironmentClass, EnvironmentInfo, Task, describe
 from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
 from opentinker.environments.errors import (
@@ -17,9 +18,19 @@ from opentinker.environments.errors import (
     InvalidOptions,
     InvalidReward,
 )
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward, RewardKind, RewardStatus, RewardSum
 from opentinker.environments.single_turn import single_turn
-from opentinker.environments.types import AGENT, Action, EndReason, EpisodeResult, Observation, StepResult
+from opentinker.environments.tools import Tool, ToolEnvironment, ToolError, tool
+from opentinker.environments.types import (
+    AGENT,
+    Action,
+    EndReason,
+    EpisodeResult,
+    Observation,
+    StepResult,
+    legal_actions,
+)
 
 if TYPE_CHECKING:
     from opentinker.environments.hosted import HostedEnvironment, HostedSession
@@ -63,10 +74,13 @@ __all__ = [
     "InvalidEpisodeData",
     "InvalidOptions",
     "InvalidReward",
+    "JointResult",
+    "JointStep",
     "Json",
     "LocalEnvironment",
     "LocalSession",
     "Message",
+    "Metric",
     "Observation",
     "Part",
     "Reward",
@@ -76,11 +90,16 @@ __all__ = [
     "StepResult",
     "Task",
     "Text",
+    "Tool",
     "ToolCall",
+    "ToolEnvironment",
+    "ToolError",
     "describe",
     "end_reason_of",
     "environment_source",
+    "legal_actions",
     "single_turn",
+    "tool",
 ]
 
 

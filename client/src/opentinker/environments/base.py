@@ -1,17 +1,24 @@
 """The class that users write, and what is read off it without playing it."""
 
 import inspect
+import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from opentinker.environments.agents import JointStep
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward
-from opentinker.environments.types import AGENT, Action, Observation, StepResult
+from opentinker.environments.types import AGENT, Observation, StepResult
 
 Task = Mapping[str, Any]
 
 DEFAULT_SPLITS = ("train", "test")
+Rewards = Mapping[str, Reward | float | None]
+"""By agent."""
+
+_AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Environment:
@@ -34,18 +41,30 @@ class Environment:
     all.
     """
     agents: ClassVar[tuple[str, ...]] = (AGENT,)
-    """Who plays."""
+    """Who plays. An environment that names them gets and gives dicts by agent: `reset` the observations of
+    those whose move is pending, `step` their actions, for a `JointStep`; `finalize` their returns.
+    """
+    tools: ClassVar[tuple[Any, ...]] = ()
+    """What the model may call (`ot.tool`). Its chat template shows them; calls come as
+    `action.tool_calls`.
+    """
+    tell_legal_actions: ClassVar[bool] = True
+    """Add an observation's `legal_actions` to it in words. False where it says them itself."""
     awaits: ClassVar[bool] = False
     """A plain method returns an awaitable; set by factories only (`async def` is seen without it)."""
 
-    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation | Awaitable[Observation]:
+    def reset(
+        self, *, seed: int, task: dict[str, Any]
+    ) -> Observation | Mapping[str, Observation] | Awaitable[Observation | Mapping[str, Observation]]:
         """Start the episode; returns the first observation. Called once. `task` is empty where `tasks` gives
         none.
         """
         raise NotImplementedError
 
-    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
-        """Apply what the model said. What the model got wrong is an observation for it, not an exception."""
+    def step(self, action: Any, /) -> StepResult | JointStep | Awaitable[StepResult | JointStep]:
+        """Apply what the model said, an Action; of named agents, a dict of those whose moves were pending.
+        What a model got wrong is an observation for it, not an exception.
+        """
         raise NotImplementedError
 
     def tasks(self, split: str) -> Sequence[Task] | None:
@@ -55,12 +74,18 @@ class Environment:
         """
         return None
 
-    def finalize(self) -> Reward | float | Awaitable[Reward | float | None] | None:
-        """The return of the whole episode, where only its end tells; None: the sum of the rewards."""
+    def finalize(
+        self,
+    ) -> Reward | float | Rewards | Awaitable[Reward | float | Rewards | None] | None:
+        """The return of the whole episode, where only its end tells; None: the sum of the rewards, as for an
+        agent that a dict leaves out.
+        """
         return None
 
-    def metrics(self) -> Mapping[str, float]:
-        """Numbers about the episode for the logs, asked for at its end."""
+    def metrics(self) -> Mapping[str, float | Metric]:
+        """Numbers about the episode for the logs, asked for at its end. `env/NAME/mean` is their mean over
+        episodes; a Metric has a weight in it, or is summed, or of which the largest or smallest counts.
+        """
         return {}
 
     def close(self) -> Awaitable[None] | None:
@@ -81,6 +106,9 @@ class EnvironmentInfo:
     max_turns: int = 0
     deterministic: bool = True
     splits: tuple[str, ...] = ()
+    agents: tuple[str, ...] = (AGENT,)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas, in OpenAI's shape."""
 
 
 def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
@@ -93,6 +121,8 @@ def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
         max_turns=int(cls.max_turns),
         deterministic=bool(cls.deterministic),
         splits=tuple(cls.splits) or (DEFAULT_SPLITS if cls.tasks is not Environment.tasks else ()),
+        agents=tuple(cls.agents),
+        tools=tuple(each.schema for each in cls.tools),
     )
 
 
@@ -105,11 +135,21 @@ def check_class(cls: object) -> None:
     missing = [name for name in ("reset", "step") if getattr(cls, name) is getattr(Environment, name)]
     if missing:
         raise EnvironmentDefinitionError(f"{cls.__name__} does not define {' and '.join(missing)}")
-    if tuple(cls.agents) != (AGENT,):
+    names = () if isinstance(cls.agents, str) else tuple(cls.agents)
+    if not names or len(set(names)) < len(names) or not all(map(_is_agent_name, names)):
         raise EnvironmentDefinitionError(
-            f"{cls.__name__} names the agents {list(cls.agents)}: multi-agent episodes are not supported "
-            "yet; leave `agents` at its default"
+            f"{cls.__name__}.agents is {cls.agents!r}: it must be a tuple of different names of letters, "
+            "digits and _.-"
         )
+
+
+def has_names(cls: EnvironmentClass) -> bool:
+    """Whether its agents have names, so that dicts pass between it and them."""
+    return tuple(cls.agents) != (AGENT,)
+
+
+def _is_agent_name(name: object) -> bool:
+    return isinstance(name, str) and _AGENT_NAME.fullmatch(name) is not None
 
 
 def check_options(cls: EnvironmentClass, options: Mapping[str, Any]) -> None:

@@ -9,18 +9,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opentinker.environments.agents import Actions, JointResult, JointStep, Observations
 from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
+from opentinker.environments.measures import plain_metrics
 from opentinker.environments.rewards import Reward
-from opentinker.environments.types import Action, EpisodeResult, Observation, StepResult
+from opentinker.environments.types import AGENT, Action, Observation
 
 Plain = dict[str, Any]
 Blobs = list[bytes]
 
 
-def plain_observation(observation: Observation | None, blobs: Blobs) -> Plain | None:
+def plain_observations(observations: Observations, blobs: Blobs) -> Plain:
+    """Whose move it is and what they see, as a plain value; appends to `blobs`."""
+    return {name: plain_observation(each, blobs) for name, each in observations.items()}
+
+
+def plain_observation(observation: Observation, blobs: Blobs) -> Plain:
     """An observation as a plain value; appends to `blobs`."""
-    if observation is None:
-        return None
     plain: Plain = {}
     if observation.content is not None:
         plain["content"] = _plain_content(observation.content, blobs)
@@ -33,23 +38,26 @@ def plain_observation(observation: Observation | None, blobs: Blobs) -> Plain | 
     return plain
 
 
-def plain_step(result: StepResult, blobs: Blobs) -> Plain:
+def plain_step(step: JointStep, blobs: Blobs) -> Plain:
     """What came of a turn as a plain value; appends to `blobs`."""
-    return {
-        "observation": plain_observation(result.observation, blobs),
-        "reward": plain_reward(result.reward),
-        "terminated": result.terminated,
-        "truncated": result.truncated,
-        "info": result.info,
+    plain: Plain = {
+        "observations": plain_observations(step.observations, blobs),
+        "rewards": {name: plain_reward(reward) for name, reward in step.rewards.items()},
+        "terminated": step.terminated,
+        "truncated": step.truncated,
+        "info": step.info,
     }
+    if step.ended:
+        plain["ended"] = dict(step.ended)
+    return plain
 
 
-def plain_result(result: EpisodeResult) -> Plain:
+def plain_result(result: JointResult) -> Plain:
     """What an episode came to as a plain value."""
     return {
-        "reward": plain_reward(result.reward),
+        "rewards": {name: plain_reward(reward) for name, reward in result.rewards.items()},
         "end_reason": result.end_reason,
-        "metrics": dict(result.metrics),
+        "metrics": plain_metrics(result.metrics),
     }
 
 
@@ -63,6 +71,13 @@ def plain_reward(reward: Reward) -> Plain:
     return plain
 
 
+def read_actions(plain: Mapping[str, Any]) -> Actions:
+    """The actions of a turn from their plain values: by agent, or that of the only one."""
+    if "agents" in plain:
+        return {name: read_action(action) for name, action in plain["agents"].items()}
+    return {AGENT: read_action(plain)}
+
+
 def read_action(plain: Mapping[str, Any]) -> Action:
     """An action from its plain value."""
     calls = [ToolCall(call["name"], call["arguments"], call["id"]) for call in plain.get("tool_calls", ())]
@@ -72,8 +87,11 @@ def read_action(plain: Mapping[str, Any]) -> Action:
 def digest(answer: Mapping[str, Any], blobs: Sequence[bytes]) -> str:
     """A hash of what an agent gets to see or feel; not of `info`, which may hold timings."""
     seen = {key: value for key, value in answer.items() if key != "info"}
-    if seen.get("observation"):
-        seen["observation"] = {key: value for key, value in seen["observation"].items() if key != "info"}
+    if "observations" in seen:
+        seen["observations"] = {
+            name: {key: value for key, value in each.items() if key != "info"}
+            for name, each in seen["observations"].items()
+        }
     state = hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16)
     for blob in blobs:
         state.update(len(blob).to_bytes(8, "little"))

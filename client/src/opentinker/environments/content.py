@@ -251,10 +251,10 @@ def plain_json(value: Mapping[str, Any], what: str) -> dict[str, Any]:
 
     So an environment played in-process is seen exactly as a hosted one.
     """
-    if not value:
-        return {}
     if not isinstance(value, Mapping):
         raise InvalidEpisodeData(f"{what} must be a dict, not {type(value).__name__}")
+    if not value:
+        return {}
     try:
         plain: dict[str, Any] = json.loads(dump_json(dict(value)))
     except InvalidEpisodeData as error:

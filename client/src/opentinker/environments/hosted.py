@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from opentinker.environments.agents import Actions, JointResult, JointStep, Observations
 from opentinker.environments.base import EnvironmentInfo, Task
 from opentinker.environments.content import dump_json
-from opentinker.environments.session import END_REASON, EnvironmentSession, typed_error
-from opentinker.environments.types import Action, EndReason, EpisodeResult, Observation, StepResult
+from opentinker.environments.session import END_REASON, EnvironmentSession, OneAgent, typed_error
+from opentinker.environments.types import EndReason, Observation
 from opentinker.environments.wire import (
-    action_to_proto,
+    actions_to_proto,
     info_from_proto,
-    observation_from_proto,
+    observations_from_proto,
     result_from_proto,
     step_from_proto,
 )
@@ -46,7 +47,7 @@ T = TypeVar("T")
 _Answer = TypeVar("_Answer")
 
 
-class HostedSession:
+class HostedSession(OneAgent):
     """One episode on env_host."""
 
     def __init__(
@@ -56,8 +57,8 @@ class HostedSession:
         self._episode = episode
         self._seed = seed
         self._task = task
-        self._first: Observation | None = None
-        self._journal: list[tuple[Action, StepResult]] = []
+        self._first: Observations | None = None
+        self._journal: list[tuple[Actions, JointStep]] = []
         self._env_seconds = 0.0
         self._replays = 0
 
@@ -73,20 +74,20 @@ class HostedSession:
     def replays(self) -> int:
         return self._replays
 
-    async def begin(self) -> Observation:
-        observation = await self._held(self._begin)
+    async def begin_all(self) -> Observations:
+        observations = await self._held(self._begin)
         if self._first is None:
-            self._first = observation
-        return observation
+            self._first = observations
+        return observations
 
-    async def step(self, action: Action, seq: int) -> StepResult:
-        result = await self._held(lambda: self._step(action, seq))
+    async def step_all(self, actions: Actions, seq: int) -> JointStep:
+        result = await self._held(lambda: self._step(actions, seq))
         if seq == len(self._journal) + 1:
-            self._journal.append((action, result))
+            self._journal.append((actions, result))
         return result
 
-    async def finalize(self) -> EpisodeResult:
-        async def call() -> EpisodeResult:
+    async def finalize_all(self) -> JointResult:
+        async def call() -> JointResult:
             request = pb.FinalizeRequest(episode=self._episode, job_token=self._owner.job_token)
             return result_from_proto(await self._owner.call(self._owner.stub.Finalize, request))
 
@@ -95,17 +96,20 @@ class HostedSession:
     async def close(self) -> None:
         await self._owner.release([self._episode])
 
-    async def _begin(self) -> Observation:
+    async def _begin(self) -> Observations:
         request = pb.BeginRequest(episode=self._episode, job_token=self._owner.job_token)
         answer = await self._owner.call(self._owner.stub.Begin, request)
-        observation = observation_from_proto(answer.pending)
-        if observation is None:
+        observations = observations_from_proto(answer.pending)
+        if not observations:
             raise typed_error(Reason.ENV_CRASHED, "the environment gave no first observation")
-        return observation
+        return observations
 
-    async def _step(self, action: Action, seq: int) -> StepResult:
+    async def _step(self, actions: Actions, seq: int) -> JointStep:
         request = pb.StepRequest(
-            episode=self._episode, seq=seq, actions=[action_to_proto(action)], job_token=self._owner.job_token
+            episode=self._episode,
+            seq=seq,
+            actions=actions_to_proto(actions),
+            job_token=self._owner.job_token,
         )
         answer = await self._owner.call(self._owner.stub.Step, request)
         self._env_seconds += answer.env_time.ToTimedelta().total_seconds()
@@ -134,8 +138,8 @@ class HostedSession:
             return
         if _shown(await self._begin()) != _shown(self._first):
             raise _lost("its first observation came out differently") from gone
-        for seq, (action, known) in enumerate(self._journal, start=1):
-            if _outcome(await self._step(action, seq)) != _outcome(known):
+        for seq, (actions, known) in enumerate(self._journal, start=1):
+            if _outcome(await self._step(actions, seq)) != _outcome(known):
                 raise _lost(f"step {seq} came out differently") from gone
 
 
@@ -304,12 +308,14 @@ def _lost(why: str) -> OpenTinkerError:
     )
 
 
-def _shown(observation: Observation | None) -> object:
+def _shown(observations: Observations) -> object:
     # Not the info: it may hold timings.
-    if observation is None:
-        return None
+    return {name: _seen(observation) for name, observation in observations.items()}
+
+
+def _seen(observation: Observation) -> object:
     return observation.content, observation.messages, observation.legal_actions
 
 
-def _outcome(result: StepResult) -> object:
-    return _shown(result.observation), result.reward, result.terminated, result.truncated
+def _outcome(result: JointStep) -> object:
+    return _shown(result.observations), result.rewards, result.ended, result.terminated, result.truncated

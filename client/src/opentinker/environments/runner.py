@@ -8,11 +8,20 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from opentinker.environments.base import Environment, EnvironmentClass, make
+from opentinker.environments.agents import (
+    Actions,
+    JointResult,
+    JointStep,
+    Observations,
+    observations_of,
+    tell_legal_actions,
+)
+from opentinker.environments.base import Environment, EnvironmentClass, has_names, make
 from opentinker.environments.content import plain_json
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidEpisodeData
+from opentinker.environments.measures import read_metrics
 from opentinker.environments.rewards import Reward, RewardKind, RewardSum
-from opentinker.environments.types import Action, EndReason, EpisodeResult, Observation, StepResult
+from opentinker.environments.types import AGENT, EndReason, Observation, StepResult
 
 Invoke = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method of the environment and awaits what it returns if that is awaitable."""
@@ -58,56 +67,83 @@ class Runner:
         self._options = options
         self._invoke = invoke
         self._environment: Environment | None = None
-        self._rewards = RewardSum()
+        self._named = has_names(cls)
+        self._rewards = {name: RewardSum() for name in cls.agents}
+        self._gone: set[str] = set()
         self._end: EndReason | None = None
-        self._result: EpisodeResult | None = None
+        self._result: JointResult | None = None
 
     @property
     def ended(self) -> bool:
         """The environment ended the episode."""
         return self._end is not None
 
-    async def begin(self, seed: int, task: Mapping[str, Any]) -> Observation:
-        """Make the instance and reset it."""
+    async def begin(self, seed: int, task: Mapping[str, Any]) -> Observations:
+        """Make the instance and reset it; whose move it is and what they see."""
 
         def start() -> Any:
             self._environment = make(self._cls, self._options)
             return self._environment.reset(seed=seed, task=plain_json(task, "task"))
 
-        observation = await self._call("reset", start)
-        if not isinstance(observation, Observation):
-            raise self._wrong("reset", "an Observation", observation)
-        return observation
-
-    async def step(self, action: Action) -> StepResult:
-        """Apply one action."""
-        environment = self._begun()
-        result = await self._call("step", lambda: environment.step(action))
-        if not isinstance(result, StepResult):
-            raise self._wrong("step", "a StepResult", result)
+        given = await self._call("reset", start)
+        if not self._named:
+            if not isinstance(given, Observation):
+                raise self._wrong("reset", "an Observation", given)
+            return self._told({AGENT: given})
+        if not isinstance(given, Mapping) or not given:
+            raise self._wrong("reset", "a dict of observations by agent", given)
         try:
-            self._rewards.add(result.reward)
+            observations = observations_of(given)
+            self._check_names(observations)
+        except ValueError as error:
+            raise EnvironmentRaised(f"{self._cls.__name__}.reset", error) from None
+        return self._told(observations)
+
+    async def step(self, actions: Actions) -> JointStep:
+        """Apply the actions of those whose moves are pending."""
+        environment = self._begun()
+        given = dict(actions) if self._named else actions[AGENT]
+        result = await self._call("step", lambda: environment.step(given))
+        kind = JointStep if self._named else StepResult
+        if not isinstance(result, kind):
+            raise self._wrong("step", f"a {kind.__name__}", result)
+        step = JointStep.of(result) if isinstance(result, StepResult) else result
+        try:
+            self._check_names(step.observations, step.rewards, step.ended)
+            for name, reward in step.rewards.items():
+                self._rewards[name].add(reward)
+            self._gone |= set(step.ended)
+            late = sorted(self._gone & set(step.observations))
+            if late and not step.done:
+                raise InvalidEpisodeData(f"a move of {late} is pending, for whom the episode is over")
         except ValueError as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.step", error) from None
-        if result.terminated:
+        if step.terminated:
             self._end = EndReason.TERMINATED
-        elif result.truncated:
+        elif step.truncated:
             self._end = EndReason.TRUNCATED
-        return result
+        return step.showing(self._told(step.observations))
 
-    async def finalize(self) -> EpisodeResult:
-        """The return of the episode and its numbers; the same again when asked again."""
+    async def finalize(self) -> JointResult:
+        """The returns of the episode and its numbers; the same again when asked again."""
         if self._result is not None:
             return self._result
         environment = self._begun()
         given = await self._call("finalize", environment.finalize)
         numbers = await self._call("metrics", environment.metrics)
+        if self._named and not (given is None or isinstance(given, Mapping)):
+            raise self._wrong("finalize", "a dict of rewards by agent, or None", given)
+        returns = (given or {}) if self._named else {AGENT: given}
         try:
-            reward = self._rewards.total if given is None else _terminal(Reward.of(given))
-            metrics = {name: float(value) for name, value in plain_json(numbers, "metrics").items()}
+            self._check_names(returns)
+            rewards = {
+                name: sum_.total if returns.get(name) is None else _terminal(Reward.of(returns[name]))
+                for name, sum_ in self._rewards.items()
+            }
+            metrics = read_metrics(numbers)
         except (TypeError, ValueError) as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.finalize", error) from None
-        self._result = EpisodeResult(reward, self._end, metrics)
+        self._result = JointResult(rewards, self._end, metrics)
         return self._result
 
     async def close(self) -> None:
@@ -120,6 +156,15 @@ class Runner:
         if self._environment is None:
             raise EnvironmentRaised(self._cls.__name__, InvalidEpisodeData("the episode has not begun"))
         return self._environment
+
+    def _told(self, observations: Observations) -> Observations:
+        if not self._cls.tell_legal_actions:
+            return observations
+        return {name: tell_legal_actions(each) for name, each in observations.items()}
+
+    def _check_names(self, *by_agent: Mapping[str, Any]) -> None:
+        if unknown := sorted({name for each in by_agent for name in each} - set(self._rewards)):
+            raise InvalidEpisodeData(f"there is no agent {unknown[0]!r}; agents: {', '.join(self._rewards)}")
 
     async def _call(self, name: str, method: Callable[[], Any]) -> Any:
         try:

@@ -6,13 +6,15 @@ the source that opened the session (see `sources`).
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from opentinker.environments.agents import Actions, JointResult, JointStep, Observations, movers, only
 from opentinker.environments.base import EnvironmentClass
 from opentinker.environments.daemon_threads import DaemonThreads
 from opentinker.environments.runner import EnvironmentRaised, Runner, call_directly
-from opentinker.environments.types import Action, EndReason, EpisodeResult, Observation, StepResult
+from opentinker.environments.types import AGENT, Action, EndReason, EpisodeResult, Observation, StepResult
 from opentinkerapi.runtime.errors import CLASSES, OpenTinkerError
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
 
@@ -32,6 +34,9 @@ _THREADS = DaemonThreads()
 
 class EnvironmentSession(Protocol):
     """One episode: begin once, step until the result says done, finalize, close.
+
+    `begin_all`, `step_all` and `finalize_all` serve any number of agents; `begin`, `step` and `finalize` are
+    the same for an episode whose agents have no names.
 
     Calls are made one after the other. Failures are typed errors: EnvironmentCrashed, StepTimeout,
     FailedPrecondition (INVALID_STATE, STEP_OUT_OF_ORDER), SeqReused, EpisodeNotFound. After a crash or
@@ -54,18 +59,30 @@ class EnvironmentSession(Protocol):
         """How often the episode was re-opened from its seed and actions."""
         ...
 
-    async def begin(self) -> Observation:
-        """The first observation; the same again when asked again."""
+    async def begin_all(self) -> Observations:
+        """Whose move it is and what they see; the same again when asked again."""
         ...
 
-    async def step(self, action: Action, seq: int) -> StepResult:
-        """Apply the action of turn `seq` (1, 2, 3 …). The last seq again returns its answer and does not
-        step.
+    async def step_all(self, actions: Actions, seq: int) -> JointStep:
+        """Apply the actions of turn `seq` (1, 2, 3 …), one of each agent whose move is pending. The last seq
+        again returns its answer and does not step.
         """
         ...
 
+    async def finalize_all(self) -> JointResult:
+        """The returns of the episode; allowed before the environment ended it. No step may follow."""
+        ...
+
+    async def begin(self) -> Observation:
+        """The first observation of the only agent."""
+        ...
+
+    async def step(self, action: Action, seq: int) -> StepResult:
+        """Apply the action of the only agent."""
+        ...
+
     async def finalize(self) -> EpisodeResult:
-        """The return of the episode; allowed before the environment ended it. No step may follow."""
+        """The return of the only agent."""
         ...
 
     async def close(self) -> None:
@@ -98,7 +115,33 @@ class _DeadlinePassed(Exception):
     pass
 
 
-class LocalSession:
+class OneAgent(ABC):
+    """`begin`, `step` and `finalize` of the only agent, for who needs no names."""
+
+    @abstractmethod
+    async def begin_all(self) -> Observations:
+        """See EnvironmentSession."""
+
+    @abstractmethod
+    async def step_all(self, actions: Actions, seq: int) -> JointStep:
+        """See EnvironmentSession."""
+
+    @abstractmethod
+    async def finalize_all(self) -> JointResult:
+        """See EnvironmentSession."""
+
+    async def begin(self) -> Observation:
+        observation: Observation = only(await self.begin_all(), "moves", None)
+        return observation
+
+    async def step(self, action: Action, seq: int) -> StepResult:
+        return (await self.step_all({AGENT: action}, seq)).single()
+
+    async def finalize(self) -> EpisodeResult:
+        return (await self.finalize_all()).single()
+
+
+class LocalSession(OneAgent):
     """An episode played in this process. Plain methods run in a thread, so that they never block the loop."""
 
     def __init__(
@@ -118,9 +161,10 @@ class LocalSession:
         self._timeout_s = step_timeout_s
         self._runner = Runner(cls, options, self._invoke)
         self._turn = asyncio.Lock()
-        self._first: Observation | None = None
-        self._last: tuple[int, Action, StepResult] | None = None
-        self._finalized: EpisodeResult | None = None
+        self._first: Observations | None = None
+        self._pending: Observations = {}
+        self._last: tuple[int, Actions, JointStep] | None = None
+        self._finalized: JointResult | None = None
         self._failure: OpenTinkerError | None = None
         self._closed = False
         self._env_seconds = 0.0
@@ -137,21 +181,21 @@ class LocalSession:
     def replays(self) -> int:
         return 0
 
-    async def begin(self) -> Observation:
+    async def begin_all(self) -> Observations:
         async with self._turn:
             self._check_open()
             if self._first is None:
-                self._first = await self._guard(self._runner.begin(self._seed, self._task))
+                self._first = self._pending = await self._guard(self._runner.begin(self._seed, self._task))
             return self._first
 
-    async def step(self, action: Action, seq: int) -> StepResult:
+    async def step_all(self, actions: Actions, seq: int) -> JointStep:
         async with self._turn:
             self._check_open()
             last_seq = self._last[0] if self._last is not None else 0
             if self._last is not None and seq == last_seq:
-                if action != self._last[1]:
+                if dict(actions) != self._last[1]:
                     raise typed_error(
-                        Reason.SEQ_REUSED, f"seq {seq} was used with another action", field="seq"
+                        Reason.SEQ_REUSED, f"seq {seq} was used with other actions", field="seq"
                     )
                 return self._last[2]
             if seq != last_seq + 1:
@@ -165,11 +209,14 @@ class LocalSession:
                 raise typed_error(Reason.INVALID_STATE, "the episode has not begun: call begin first")
             if self._runner.ended or self._finalized is not None:
                 raise typed_error(Reason.INVALID_STATE, "the episode has ended: it takes no more steps")
-            result = await self._guard(self._runner.step(action))
-            self._last = (seq, action, result)
+            if wrong := movers(self._pending, actions):
+                raise typed_error(Reason.INVALID_FIELD, wrong, field="actions")
+            result = await self._guard(self._runner.step(actions))
+            self._pending = result.observations
+            self._last = (seq, dict(actions), result)
             return result
 
-    async def finalize(self) -> EpisodeResult:
+    async def finalize_all(self) -> JointResult:
         async with self._turn:
             self._check_open()
             if self._first is None:

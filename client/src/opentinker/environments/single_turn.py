@@ -2,19 +2,22 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from opentinker.environments.base import Environment, EnvironmentClass, Task
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidEpisodeData
 from opentinker.environments.rewards import Reward, RewardStatus
 from opentinker.environments.types import Action, Observation, StepResult
 
+if TYPE_CHECKING:
+    from opentinker.environments.rows import Source
+
 RewardFunction = Callable[[str, dict[str, Any]], "Reward | float | Awaitable[Reward | float | None] | None"]
 Prompt = str | Callable[[dict[str, Any]], "str | Sequence[Mapping[str, Any]] | Observation"]
 
 
 def single_turn(
-    tasks: Sequence[Task] | Mapping[str, Sequence[Task]],
+    tasks: "Sequence[Task] | Source | Mapping[str, Sequence[Task] | Source]",
     *,
     reward: RewardFunction,
     prompt: Prompt | None = None,
@@ -22,12 +25,14 @@ def single_turn(
 ) -> EnvironmentClass:
     """An environment class: one question, one answer, a reward.
 
-    `tasks` is a sequence of JSON objects (the split "train"), or one sequence for each split. `prompt` makes
+    `tasks` is a sequence of JSON objects or what `ot.tasks` reads: a file, a data set (the split "train"); or
+    one for each split. `prompt` makes
     the question of a task: a format string (`"{a} + {b} ="`) or a function; by default the task's "messages"
     or "prompt". `reward(answer, task)`, plain or async, gives a number, a Reward, or None for unscored; if it
     raises or gives NaN, the episode has no reward (GRADER_ERROR) and its info says why.
     """
-    splits = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
+    given = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
+    splits: dict[str, Sequence[Task]] = {split: _listed(rows, split) for split, rows in given.items()}
     if not splits or any(len(split) == 0 for split in splits.values()):
         raise EnvironmentDefinitionError("single_turn needs at least one task in every split")
     ask = _asker(prompt)
@@ -57,6 +62,15 @@ def single_turn(
         inspect.getdoc(reward) or f"One question and one answer; {len(splits)} split(s) of tasks."
     )
     return SingleTurn
+
+
+def _listed(rows: Any, split: str) -> Sequence[Task]:
+    if isinstance(rows, Sequence) and not isinstance(rows, str):
+        return rows
+    # Only here: reading data needs the client's errors, defining an environment does not.
+    from opentinker.environments.tasks import tasks
+
+    return tasks(rows, name=split)
 
 
 def _graded(value: Reward | float | None) -> StepResult:

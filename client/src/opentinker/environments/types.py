@@ -7,6 +7,7 @@ from typing import Any
 
 from opentinker.environments.content import Content, Message, Part, ToolCall, plain_json
 from opentinker.environments.errors import InvalidEpisodeData
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward
 
 AGENT = "agent"
@@ -104,6 +105,15 @@ class Observation:
         return self.messages if self.content is None else (Message("user", self.content),)
 
 
+def legal_actions(mask: Iterable[Any], names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The names of the actions that a mask allows: their places where they have none."""
+    bits = [bool(bit) for bit in mask]
+    called = [str(place) for place in range(len(bits))] if names is None else list(names)
+    if len(called) != len(bits):
+        raise InvalidEpisodeData(f"a mask of {len(bits)} actions of which {len(called)} have names")
+    return tuple(name for name, bit in zip(called, bits, strict=True) if bit)
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """What an agent does: what the model said, and the tools it called."""
@@ -160,4 +170,4 @@ class EpisodeResult:
 
     reward: Reward
     end_reason: EndReason | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Metric] = field(default_factory=dict)

@@ -1,15 +1,18 @@
 """Environment data to and from protobuf: the only module of this package that knows both."""
 
 import json
+from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy
 
+from opentinker.environments.agents import Actions, JointResult, JointStep
 from opentinker.environments.base import EnvironmentInfo
 from opentinker.environments.content import Array, Content, Image, Json, Message, Part, Text, ToolCall
 from opentinker.environments.errors import InvalidEpisodeData
+from opentinker.environments.measures import read_metrics
 from opentinker.environments.rewards import Reward, RewardKind, RewardStatus
-from opentinker.environments.types import AGENT, Action, EndReason, EpisodeResult, Observation, StepResult
+from opentinker.environments.types import AGENT, Action, EndReason, Observation
 from opentinkerapi.data.v1 import content_pb2, trajectory_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as service_pb2
 from opentinkerapi.env.v1 import environment_pb2
@@ -48,49 +51,36 @@ def message_from_proto(message: content_pb2.ChatMessage) -> Message:
     )
 
 
-def action_to_proto(action: Action) -> environment_pb2.AgentAction:
-    """The action of the only agent."""
-    content = content_pb2.Content(parts=[content_pb2.ContentPart(text=action.text)])
-    calls = [_call_to_proto(call) for call in action.tool_calls]
-    return environment_pb2.AgentAction(
-        agent=AGENT, action=environment_pb2.Action(content=content, tool_calls=calls)
-    )
+def actions_to_proto(actions: Actions) -> list[environment_pb2.AgentAction]:
+    """The actions of a turn as they travel."""
+    return [
+        environment_pb2.AgentAction(agent=name, action=_action_to_proto(action))
+        for name, action in actions.items()
+    ]
 
 
-def observation_from_proto(pending: Any) -> Observation | None:
-    """The observation of the only agent, None if no move is pending; InvalidEpisodeData for several."""
-    if not pending:
-        return None
-    if len(pending) != 1 or pending[0].agent != AGENT:
-        names = ", ".join(item.agent for item in pending)
-        raise InvalidEpisodeData(f"moves of several agents are pending ({names}); one agent is supported")
-    observation: environment_pb2.Observation = pending[0].observation
-    info = json.loads(observation.info_json) if observation.info_json else {}
-    if observation.WhichOneof("observation") == "chat":
-        messages = [message_from_proto(message) for message in observation.chat.messages]
-        return Observation(messages=messages, info=info, legal_actions=observation.legal_actions)
-    content = content_from_proto(observation.content)
-    return Observation(content, info=info, legal_actions=observation.legal_actions)
+def observations_from_proto(pending: Iterable[environment_pb2.AgentObservation]) -> dict[str, Observation]:
+    """Whose move it is and what they see."""
+    return {each.agent: _observation_from_proto(each.observation) for each in pending}
 
 
-def step_from_proto(answer: service_pb2.StepResponse) -> StepResult:
+def step_from_proto(answer: service_pb2.StepResponse) -> JointStep:
     """What came of a turn."""
-    return StepResult(
-        observation_from_proto(answer.pending),
-        _only_reward(answer.rewards),
+    return JointStep(
+        observations_from_proto(answer.pending),
+        _rewards_from_proto(answer.rewards),
         answer.terminated,
         answer.truncated,
+        {each.agent: _end_reason(each.end_reason) for each in answer.ended},
         json.loads(answer.info_json) if answer.info_json else {},
     )
 
 
-def result_from_proto(answer: service_pb2.FinalizeResponse) -> EpisodeResult:
+def result_from_proto(answer: service_pb2.FinalizeResponse) -> JointResult:
     """What an episode came to."""
-    end = None
-    if answer.end_reason:
-        end = EndReason(trajectory_pb2.EndReason.Name(answer.end_reason).removeprefix("END_REASON_"))
-    metrics = json.loads(answer.metrics_json) if answer.metrics_json else {}
-    return EpisodeResult(_only_reward(answer.rewards), end, metrics)
+    end = _end_reason(answer.end_reason) if answer.end_reason else None
+    metrics = read_metrics(json.loads(answer.metrics_json)) if answer.metrics_json else {}
+    return JointResult(_rewards_from_proto(answer.rewards), end, metrics)
 
 
 def info_from_proto(environment: environment_pb2.Environment) -> EnvironmentInfo:
@@ -102,13 +92,32 @@ def info_from_proto(environment: environment_pb2.Environment) -> EnvironmentInfo
         max_turns=environment.max_turns,
         deterministic=environment.deterministic,
         splits=tuple(environment.splits),
+        agents=tuple(environment.agents) or (AGENT,),
+        tools=tuple(json.loads(schema) for schema in environment.tools_json),
     )
 
 
-def _only_reward(rewards: Any) -> Reward:
-    if not rewards:
-        return Reward.unscored()
-    reward: trajectory_pb2.Reward = rewards[0].reward
+def _action_to_proto(action: Action) -> environment_pb2.Action:
+    content = content_pb2.Content(parts=[content_pb2.ContentPart(text=action.text)])
+    return environment_pb2.Action(
+        content=content, tool_calls=[_call_to_proto(call) for call in action.tool_calls]
+    )
+
+
+def _observation_from_proto(observation: environment_pb2.Observation) -> Observation:
+    info = json.loads(observation.info_json) if observation.info_json else {}
+    if observation.WhichOneof("observation") == "chat":
+        messages = [message_from_proto(message) for message in observation.chat.messages]
+        return Observation(messages=messages, info=info, legal_actions=observation.legal_actions)
+    content = content_from_proto(observation.content)
+    return Observation(content, info=info, legal_actions=observation.legal_actions)
+
+
+def _rewards_from_proto(rewards: Iterable[environment_pb2.AgentReward]) -> dict[str, Reward]:
+    return {each.agent: _reward_from_proto(each.reward) for each in rewards}
+
+
+def _reward_from_proto(reward: trajectory_pb2.Reward) -> Reward:
     status = trajectory_pb2.RewardStatus.Name(reward.status or trajectory_pb2.REWARD_STATUS_UNSCORED)
     kind = trajectory_pb2.RewardKind.Name(reward.kind or trajectory_pb2.REWARD_KIND_DELTA)
     return Reward(
@@ -117,6 +126,10 @@ def _only_reward(rewards: Any) -> Reward:
         RewardKind(kind.removeprefix("REWARD_KIND_")),
         dict(reward.components),
     )
+
+
+def _end_reason(value: "trajectory_pb2.EndReason.ValueType") -> EndReason:
+    return EndReason(trajectory_pb2.EndReason.Name(value).removeprefix("END_REASON_"))
 
 
 def _call_to_proto(call: ToolCall) -> content_pb2.ToolCall:

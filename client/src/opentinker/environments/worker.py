@@ -76,13 +76,13 @@ class Worker:
     async def _begin(self, request: Mapping[str, Any]) -> Answer:
         runner = Runner(self._cls, request["options"])
         self._episodes[request["episode"]] = runner
-        observation = await runner.begin(request["seed"], request["task"])
+        observations = await runner.begin(request["seed"], request["task"])
         blobs: list[bytes] = []
-        return {"observation": codec.plain_observation(observation, blobs)}, blobs
+        return {"observations": codec.plain_observations(observations, blobs)}, blobs
 
     async def _step(self, request: Mapping[str, Any]) -> Answer:
         blobs: list[bytes] = []
-        result = await self._episodes[request["episode"]].step(codec.read_action(request["action"]))
+        result = await self._episodes[request["episode"]].step(codec.read_actions(request["action"]))
         return codec.plain_step(result, blobs), blobs
 
     async def _finalize(self, request: Mapping[str, Any]) -> Answer:
@@ -107,7 +107,7 @@ class Worker:
         if tasks is None:
             return {"tasks": None, "total": 0}, []
         start, stop = request["offset"], min(request["offset"] + request["limit"], len(tasks))
-        page = [plain_json(tasks[index], "task") for index in range(start, stop)]
+        page = [plain_json(tasks[index], f"task {index}") for index in range(start, stop)]
         return {"tasks": page, "total": len(tasks)}, []
 
 
@@ -135,6 +135,8 @@ def main(argv: list[str] | None = None) -> int:
         "max_turns": info.max_turns,
         "deterministic": info.deterministic,
         "splits": list(info.splits),
+        "agents": list(info.agents),
+        "tools": list(info.tools),
         "concurrent": worker.concurrent,
     }
     sink.write(frames.encode({"hello": hello}))

@@ -18,6 +18,7 @@ from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.loop.result import FitResult
 from opentinker.loop.settings import LEARNING_RATE, Evaluation, Plan, refuse_later
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.stragglers import Stragglers, WaitAll
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.results import Checkpoint
 from opentinker.training.tuning import AdamW, JobOptions, LoRA, ServerOptions, Tuning
@@ -42,6 +43,9 @@ def fit(
     checkpoint_every: int | None = None,
     seed: int = 0,
     env_options: Mapping[str, Any] | None = None,
+    agents: Mapping[str, Any] | None = None,
+    renderer: str = "",
+    stragglers: Stragglers | None = None,
     split: str = "train",
     shuffle: bool = True,
     name: str = "",
@@ -69,6 +73,19 @@ def fit(
     the algorithm aggregates in another way. `env` is an environment class, played in this process, or the
     name of a hosted one. `job` has the job's priority and limits. Without a `cluster` the innermost open one
     is used, or an embedded stack is started.
+
+    `agents` says who plays the agents that the environment names: names of policies, each of which is
+    trained on what it plays ({"white": "attacker", "black": "defender"}; one name twice is self-play), or
+    opponents that are not: `ot.Frozen("attacker", version=0)`, `ot.OpponentPool()`, or a function of the
+    observation and a `random.Random`. An agent that is not named is played by the first policy; without
+    `agents` one plays all.
+
+    `renderer` names the format of conversations: "chatml", "llama3", "role-colon", or "chat-template", the
+    model's own (default; plain text where it has none). It is kept beside the checkpoints, and the policy
+    goes on speaking it.
+
+    `stragglers`: what a step does about groups that take long: `ot.WaitAll()` (default), or `ot.MinViable()`,
+    which goes on without them and takes them into a later step.
 
     Before its first update the run compares trainer and sampler on tokens of its own first batch and refuses
     to train with LogprobMismatch where their mean logprobs differ by more than 1e-3 (both float32), otherwise
@@ -128,6 +145,8 @@ def _plan(given: Mapping[str, Any]) -> Plan:
         "sampling": SamplingParams(),
         "limits": Limits(),
         "env_options": {},
+        "agents": {},
+        "stragglers": WaitAll(),
     }
     options |= {name: value for name, value in defaults.items() if options[name] is None}
     start = options["from_checkpoint"]

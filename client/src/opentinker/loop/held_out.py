@@ -9,6 +9,7 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.loop.evaluation import EvaluationResult, summarize
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.opponents import Frozen
 from opentinker.rollout.rollouts import Rollouts
 from opentinker.rollout.seats import MAX_EPISODES
 from opentinker.sampling import identity
@@ -34,9 +35,12 @@ async def play_held_out(
     scope: str | None = None,
     concurrency: int = MAX_EPISODES,
     keep: bool = True,
+    agents: Mapping[str, Any] | None = None,
+    policies: Mapping[str, Policy] | None = None,
 ) -> EvaluationResult:
     """Play tasks at one version, `concurrency` episodes at once. The same seed plays the same tasks with the
-    same sampling seeds. Without `keep` the result has no tokens and no text. On the client's loop.
+    same sampling seeds. Without `keep` the result has no tokens and no text. `agents` that are not played by
+    `policy` are opponents: the reward is that of the others. On the client's loop.
     """
     started = time.monotonic()
     rollouts = Rollouts(
@@ -55,6 +59,9 @@ async def play_held_out(
         scope=scope or uuid.uuid4().hex,
         concurrency=concurrency,
         keep=keep,
+        agents=_opponents(policy, agents or {}, policies or {}),
+        policies=policies,
+        league=False,
     )
     try:
         given = None if tasks is None or isinstance(tasks, int) else tasks
@@ -66,3 +73,15 @@ async def play_held_out(
     finally:
         await rollouts.close()
     return summarize(batch.groups, samples, batch.version, time.monotonic() - started)
+
+
+def _opponents(policy: Policy, agents: Mapping[str, Any], policies: Mapping[str, Policy]) -> dict[str, Any]:
+    """The agents with every other policy frozen as it is now."""
+    opponents: dict[str, Any] = {}
+    for agent, player in agents.items():
+        other = policies.get(player) if isinstance(player, str) else player
+        if isinstance(other, Policy) and other is not policy:
+            opponents[agent] = Frozen(other, other.version)
+        else:
+            opponents[agent] = player
+    return opponents

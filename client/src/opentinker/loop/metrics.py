@@ -1,9 +1,11 @@
 """The metrics of a step. One table: docs/metrics.md lists the names; they are verl's where verl has one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from opentinker.environments import measures
+from opentinker.environments.types import AGENT
 from opentinker.rollout.trajectory import Batch
 from opentinker.sampling.completion import StopReason
 from opentinker.training.results import ForwardBackwardResult, Metrics, StepResult, Sum
@@ -11,14 +13,18 @@ from opentinker.training.samples import TrainSamples
 from opentinker.training.spread import spread
 
 
-def of_batch(batch: Batch, trainer_version: int) -> dict[str, float]:
-    """What was played: rewards, lengths, turns, environment numbers, staleness, time."""
+def of_batch(batch: Batch, newest: Mapping[str, int]) -> dict[str, float]:
+    """What was played: rewards, lengths, turns, environment numbers, staleness, time. `newest` are the
+    versions of the trained policies by name.
+    """
     trajectories = list(batch)
+    # What is an episode's is counted once, however many agents it had.
+    episodes = list({trajectory.episode: trajectory for trajectory in trajectories}.values())
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = batch.rewards
     clipped = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
     ages = [
-        trainer_version - version
+        newest[trajectory.policy] - version
         for trajectory in trajectories
         for segment in trajectory.segments
         for _, _, version in segment.spans
@@ -31,21 +37,40 @@ def of_batch(batch: Batch, trainer_version: int) -> dict[str, float]:
         **spread("prompt_length", [turn.prompt_tokens for turn in turns]),
         **spread("num_turns", [len(trajectory.turns) for trajectory in trajectories]),
         "response/clip_ratio": clipped / len(turns) if turns else 0.0,
+        "actions/illegal": sum(each.illegal_actions for each in trajectories) / max(len(turns), 1),
+        "actions/malformed_calls": sum(each.malformed_calls for each in trajectories) / max(len(turns), 1),
         "staleness/mean": float(np.mean(ages)) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
-        "env/seconds": sum(trajectory.env_seconds for trajectory in trajectories),
-        "env/replays": float(sum(trajectory.replays for trajectory in trajectories)),
+        "env/seconds": sum(episode.env_seconds for episode in episodes),
+        "env/replays": float(sum(episode.replays for episode in episodes)),
         "tokens/sampled": float(sampled),
         "tokens/prompt": float(total - sampled),
         "perf/total_num_tokens": float(total),
         "timing_s/gen": batch.seconds,
         "timing_s/engine_gen": batch.engine_seconds,
     }
-    names = {name for trajectory in trajectories for name in trajectory.metrics}
-    for name in sorted(names):
-        values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
-        metrics[f"env/{name}/mean"] = float(np.mean(values))
-    return metrics
+    numbers = measures.joined(episode.metrics for episode in episodes)
+    metrics |= {f"env/{name}": value for name, value in numbers.items()}
+    return metrics | _of_components(batch) | _of_agents(batch)
+
+
+def _of_components(batch: Batch) -> dict[str, float]:
+    """The named parts of the rewards that count."""
+    parts = [trajectory.reward.components for trajectory in batch if trajectory.counts]
+    return {f"reward/{name}": value for name, value in measures.joined(parts).items()}
+
+
+def _of_agents(batch: Batch) -> dict[str, float]:
+    """The rewards of each agent that has a name: their mean over all agents of a game says nothing."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in batch:
+        if trajectory.agent != AGENT and trajectory.counts and trajectory.reward.value is not None:
+            rewards.setdefault(trajectory.agent, []).append(trajectory.reward.value)
+    return {
+        name: value
+        for agent in sorted(rewards)
+        for name, value in spread(f"agents/{agent}/score", rewards[agent]).items()
+    }
 
 
 def of_update(

@@ -41,7 +41,7 @@ def run_async(
     """Play episodes with a policy: the tasks of the split "test" where there is one, otherwise drawn from
     `seed`.
 
-    Options: sampling, limits, seed, env_options, split, version, concurrency, keep.
+    Options: sampling, limits, seed, env_options, split, version, concurrency, keep, agents.
     """
     return policy.portal.bridge(_run(policy, env, episodes, options))
 
@@ -57,7 +57,9 @@ def evaluate_async(policy: Policy, env: EnvironmentSpec, **options: Any) -> Awai
     Options: samples (episodes of each task), tasks (a list, or how many), split, sampling, limits, seed,
     env_options, version; concurrency (how many episodes are played at once, 256 unless told otherwise);
     keep=False (the result has rewards, ends and numbers of the episodes, and no tokens and no text: for more
-    episodes than fit into memory).
+    episodes than fit into memory); agents (who plays which of the agents that the environment names, as in
+    `fit()`: another Policy, at its newest version, `ot.Frozen`, `ot.OpponentPool` or a function; the
+    reward is that of the agents that `policy` plays).
     """
     return policy.portal.bridge(_evaluate(policy, env, **options))
 
@@ -87,6 +89,7 @@ async def _evaluate(
     version: int | None = None,
     concurrency: int = MAX_EPISODES,
     keep: bool = True,
+    agents: Mapping[str, Any] | None = None,
 ) -> EvaluationResult:
     # Loaded when something is played: who imports the package does not wait for it.
     from opentinker.loop.held_out import play_held_out
@@ -104,4 +107,5 @@ async def _evaluate(
         version=version,
         concurrency=concurrency,
         keep=keep,
+        agents=agents,
     )

@@ -1,5 +1,6 @@
 """What a run of reinforcement learning came to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class FitResult:
     """Why it ended before its last step, if it did."""
     critic: Policy | None = None
     """The critic's own policy, where the algorithm has one."""
+    policies: Mapping[str, Policy] = field(default_factory=dict, repr=False)
+    """All that were trained, by name; `policy` is the first of them."""
 
     @property
     def version(self) -> int:

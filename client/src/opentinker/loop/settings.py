@@ -10,7 +10,11 @@ from opentinker.environments.base import Task
 from opentinker.environments.sources import EnvironmentSpec
 from opentinker.errors import InvalidArgument, Reason, invalid, unsupported
 from opentinker.loop.algorithms import GRPO, ActorCritic, Algorithm, Schedule
+from opentinker.rollout.cast import MAIN, check_cast, check_player
+from opentinker.rollout.cast import describe as describe_player
+from opentinker.rollout.formats import check_name
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.stragglers import MinViable, Stragglers, WaitAll
 from opentinker.sampling.params import SamplingParams
 from opentinker.training.limits import above
 from opentinker.training.losses import CrossEntropy
@@ -35,6 +39,10 @@ class Evaluation:
     split: str = "test"
     sampling: SamplingParams | None = None
     """Default: as in training."""
+    agents: Mapping[str, Any] | None = None
+    """Who plays the agents that the environment names. Default: as in training. The reward is that of the
+    agents that the run's first policy plays.
+    """
 
     def __post_init__(self) -> None:
         for name in ("every", "samples"):
@@ -49,8 +57,6 @@ LATER = {
     "max_staleness": "asynchronous rollouts",
     "resume": "resuming a run",
     "curriculum": "curricula",
-    "opponents": "multi-agent episodes",
-    "stragglers": "straggler policies",
 }
 """Options of fit() that belong to later versions, by what they are."""
 
@@ -105,6 +111,9 @@ class Plan:
     checkpoint_every: int | None
     seed: int
     env_options: Mapping[str, Any]
+    agents: Mapping[str, Any]
+    renderer: str
+    stragglers: Stragglers
     split: str
     shuffle: bool
     name: str
@@ -125,6 +134,7 @@ class Plan:
             "algorithm": (GRPO, ActorCritic),
             "optimizer": (AdamW,),
             "sampling": (SamplingParams,),
+            "stragglers": (WaitAll, MinViable),
         }
         for name, allowed in kinds.items():
             value = getattr(self, name)
@@ -145,6 +155,9 @@ class Plan:
         self.sampling.check_tokens_only("sampling")
         _ = self.rollout_sampling  # refuses what cannot be listed
         self._check_algorithm()
+        self._check_agents()
+        check_name(self.renderer)
+        self._check_stragglers()
         if self.sampling.temperature == 0:
             raise invalid(
                 "sampling.temperature", "must be above 0 in training: greedy episodes of a task are equal"
@@ -164,6 +177,48 @@ class Plan:
             raise invalid("tuning.value_head", f"{type(algorithm).__name__} trains no value head")
         if self.logprob_check is not True and self.logprob_check is not False:
             above("logprob_check", self.logprob_check, 0.0)
+
+    def _check_stragglers(self) -> None:
+        """That late groups can be sampled from their own version, and are no larger than groups."""
+        if isinstance(self.stragglers, WaitAll):
+            return
+        if isinstance(self.tuning, Full):
+            text = "MinViable needs versions that are served beside each other: LoRA(...)"
+            raise unsupported("stragglers", text)
+        if (self.stragglers.k or 0) > self.algorithm.group_size:
+            raise invalid("stragglers.k", f"must be at most the group size, {self.algorithm.group_size}")
+
+    def _check_agents(self) -> None:
+        """That somebody is trained, and that no agent is named that is not there."""
+        if not isinstance(self.env, str):
+            check_cast(self.agents, self.env.agents, self.env.__name__, self.policies[0])
+            check_cast(self._evaluated, self.env.agents, self.env.__name__, self.policies[0])
+        for field, agents in (("agents", self.agents), ("evaluation.agents", self._evaluated)):
+            for agent, player in agents.items():
+                self._check_player(player, f"{field}[{agent!r}]")
+
+    def _check_player(self, player: Any, field: str) -> None:
+        check_player(player, field)
+        if isinstance(player, Policy):
+            text = (
+                "fit() makes the policies that it trains: give them names; ot.Frozen(policy, version) is one"
+            )
+            raise invalid(field, f"{text} that stays as it is")
+        named = player if isinstance(player, str) else getattr(player, "policy", "")
+        if isinstance(named, str) and named and named not in self.policies:
+            raise invalid(field, f"no policy {named!r} is trained here; there is {', '.join(self.policies)}")
+
+    @property
+    def _evaluated(self) -> Mapping[str, Any]:
+        return (self.evaluation.agents if self.evaluation is not None else None) or {}
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies that are trained: those that `agents` names, in its order. The first of
+        them plays the agents that are not named.
+        """
+        names = dict.fromkeys(player for player in self.agents.values() if isinstance(player, str))
+        return tuple(names) or (MAIN,)
 
     @property
     def _has_ratio(self) -> bool:
@@ -199,6 +254,7 @@ class Plan:
         return {
             "env": env,
             "env_options": dict(self.env_options),
+            "agents": {agent: describe_player(player) for agent, player in self.agents.items()},
             "model": self.model,
             "tuning": _value(self.tuning),
             "from_checkpoint": self.from_checkpoint,
@@ -209,6 +265,8 @@ class Plan:
             "optimizer": _plain(self.optimizer),
             "sampling": _plain(self.sampling),
             "seed": self.seed,
+            "renderer": self.renderer,
+            "stragglers": {"name": type(self.stragglers).__name__, **_plain(self.stragglers)},
             "checkpoint_every": self.checkpoint_every,
             "logprob_check": self.logprob_check,
         }

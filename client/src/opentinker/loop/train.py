@@ -14,14 +14,12 @@ from opentinker.connection.cluster import Cluster
 from opentinker.loop import metrics as measure
 from opentinker.loop.evaluation import EvaluationResult
 from opentinker.loop.held_out import play_held_out
-from opentinker.loop.learner import Learner
 from opentinker.loop.recorder import Recorder
 from opentinker.loop.result import FitResult
 from opentinker.loop.settings import Plan
+from opentinker.loop.teams import Team
 from opentinker.rollout.rollouts import Rollouts
 from opentinker.rollout.trajectory import Batch
-from opentinker.sampling import identity
-from opentinker.training.policy import Policy
 from opentinkerapi.runtime.tracing import traced
 
 _Recorder = Recorder[EvaluationResult]
@@ -33,28 +31,9 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
     async with await _Recorder.open(
         plan, cluster, steps=plan.steps, reply_limit=plan.sampling.max_tokens
     ) as recorder:
-        policy = await cluster.create_policy(
-            plan.model,
-            tuning=plan.policy_tuning,
-            seed=identity.seed(plan.seed, "adapter"),
-            name=plan.name,
-            trainer=plan.trainer,
-            inference=plan.inference,
-            job=plan.job,
-            run=recorder.run,
-        )
-        await recorder.working_on(policy.job.name)
-        critic = None
-        if plan.critic_tuning is not None:
-            critic = await cluster.create_policy(
-                plan.model,
-                tuning=plan.critic_tuning,
-                seed=identity.seed(plan.seed, "critic"),
-                name=f"{plan.name} critic".strip(),
-                beside=policy,
-            )
-        await _start(plan, policy, critic)
-        begun = policy.step
+        team = await Team.create(plan, cluster, recorder.run, recorder.working_on)
+        policy = team.first.policy
+        begun = team.step
         batches = Rollouts(
             policy,
             plan.env,
@@ -67,49 +46,40 @@ async def train(plan: Plan, cluster: Cluster) -> FitResult:
             split=plan.split,
             shuffle=plan.shuffle,
             scope=recorder.run,
+            agents=plan.agents,
+            policies=team.policies,
+            stragglers=plan.stragglers,
         )
         try:
-            stopped = await _steps(plan, Learner(plan, policy, critic), policy, batches, recorder)
+            stopped = await _steps(plan, team, batches, recorder)
         finally:
             await batches.close()
         result = FitResult(
             policy,
             recorder.run,
             recorder.directory,
-            policy.step - begun,
+            team.step - begun,
             recorder.rows,
             recorder.evaluations,
             policy.checkpoint,
             stopped,
-            critic,
+            team.first.critic,
+            team.policies,
         )
         for callback in plan.callbacks:
             callback.on_end(result)
     return result
 
 
-async def _start(plan: Plan, policy: Policy, critic: Policy | None) -> None:
-    """Give the policy the weights that it starts from, and make them its next version. A critic with the same
-    tuning starts from them too, its head new: it then knows what the policy knows.
-    """
-    if not plan.from_checkpoint:
-        return
-    await policy.restore(plan.from_checkpoint, weights_only=True)
-    if critic is not None and plan.critic_tuning == replace(plan.tuning, value_head=True):
-        await critic.restore(plan.from_checkpoint, weights_only=True)
-    version = await policy.publish()
-    await policy.load(version.version)
-
-
-async def _steps(plan: Plan, learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder) -> str:
+async def _steps(plan: Plan, team: Team, batches: Rollouts, recorder: _Recorder) -> str:
     """All steps, with what is due between them. Returns why it stopped early, if it did."""
-    await _evaluate(plan, policy, recorder, 0)
+    await _evaluate(plan, team, recorder, 0)
     constant = 0
     for step in range(1, plan.steps + 1):
         started = time.monotonic()
         batch = await anext(batches)
-        row = measure.of_batch(batch, policy.version)
-        learned = await learner.learn(batch, step)
+        row = measure.of_batch(batch, team.versions)
+        learned = await team.learn(batch, step)
         row |= learned.row | {"training/skipped": float(not learned.updated)}
         constant = constant + 1 if learned.inert else 0
         if not learned.updated:
@@ -119,20 +89,21 @@ async def _steps(plan: Plan, learner: Learner, policy: Policy, batches: Rollouts
         # A step whose gradient was not finite changed nothing, and may be the first of many: the last good
         # state is the one before.
         if due and not row.get("training/nonfinite_skips"):
-            await _save(learner, policy, batches, recorder, step)
-        stop = await _stop(plan, learner, policy, batches, recorder, step, row, constant)
+            await _save(team, batches, recorder, step)
+        stop = await _stop(plan, team, batches, recorder, step, row, constant)
         last = step == plan.steps or bool(stop)
         if last or (plan.evaluation and plan.evaluation.every and step % plan.evaluation.every == 0):
-            await _evaluate(plan, policy, recorder, step)
+            await _evaluate(plan, team, recorder, step)
         if stop:
             recorder.note(stop)
             return stop
     return ""
 
 
-async def _evaluate(plan: Plan, policy: Policy, recorder: _Recorder, step: int) -> None:
+async def _evaluate(plan: Plan, team: Team, recorder: _Recorder, step: int) -> None:
     if plan.evaluation is None:
         return
+    policy = team.first.policy
     result = await play_held_out(
         policy,
         plan.env,
@@ -145,20 +116,22 @@ async def _evaluate(plan: Plan, policy: Policy, recorder: _Recorder, step: int) 
         options=plan.env_options,
         version=policy.version,
         scope=f"{recorder.run}/evaluation/{step}",
+        agents=plan.agents if plan.evaluation.agents is None else plan.evaluation.agents,
+        policies=team.policies,
     )
     recorder.evaluated(step, result)
 
 
-async def _save(learner: Learner, policy: Policy, batches: Rollouts, recorder: _Recorder, step: int) -> None:
-    saved = await learner.save(f"step {step}")
-    state = {"next_ordinal": batches.next_ordinal, "version": policy.version, "optimizer_step": policy.step}
-    await recorder.saved(step, saved, state | learner.state())
+async def _save(team: Team, batches: Rollouts, recorder: _Recorder, step: int) -> None:
+    saved, learners = await team.save(step)
+    policy = team.first.policy
+    state = {"version": policy.version, "optimizer_step": policy.step}
+    await recorder.saved(step, saved, state | batches.state() | learners)
 
 
 async def _stop(
     plan: Plan,
-    learner: Learner,
-    policy: Policy,
+    team: Team,
     batches: Rollouts,
     recorder: _Recorder,
     step: int,
@@ -169,9 +142,10 @@ async def _stop(
     if constant >= plan.stop_after_constant:
         return f"stopped: no group had rewards that differ, {constant} steps in a row"
     if row.get("training/nonfinite_skips", 0.0) >= plan.stop_after_skipped:
+        policy = team.first.policy
         if policy.checkpoint is None:
             # Skipped steps changed nothing: this is the state before the first of them.
-            await _save(learner, policy, batches, recorder, step)
+            await _save(team, batches, recorder, step)
         assert policy.checkpoint is not None
         raise errors.TrainingStopped(
             f"the gradient was not finite for {plan.stop_after_skipped} steps in a row; "

@@ -2,41 +2,36 @@
 
     PENDING -> GENERATING -> INTERACTING -> (GENERATING ...) -> TERMINATED
 
-Token in, token out: what was sampled is what is trained on. An episode never raises for what the model, the
-environment or a server did to it: it ends with a reason, and `EndReason.trainable` says whether it counts.
-What raises is a fault of the caller (a model that is not there, an option that is refused).
+Token in, token out: what was sampled is what is trained on. An agent hears what it sees (`hear`), is asked
+for its move (`speak`), and is told that the move was made (`moved`) and what it brought (`rewarded`);
+whose turn it is, `episode_loop` knows. What stops it (no room for another token, an engine that failed) is
+an `AgentStopped`; what else raises is a fault of the caller (a model that is not there, an option that is
+refused).
 """
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import TypeVar
-
-import numpy as np
 
 from opentinker import errors
 from opentinker.environments.content import Message
 from opentinker.environments.rewards import Reward, RewardSum
-from opentinker.environments.session import EnvironmentSession, end_reason_of
-from opentinker.environments.types import Action, EndReason, StepResult
+from opentinker.environments.session import EnvironmentSession
+from opentinker.environments.types import AGENT, Action, EndReason, Observation
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.renderer import Renderer
-from opentinker.rollout.trajectory import Segment, Trajectory, Turn
+from opentinker.rollout.tokens import Tokens
+from opentinker.rollout.tool_calls import Parsed
+from opentinker.rollout.trajectory import Ended, Segment, Trajectory, Turn
 from opentinker.sampling.completion import Completion, StopReason
-from opentinker.sampling.prompt import Prompt, images_of
-from opentinker.sampling.support import Support
-
-_R = TypeVar("_R")
+from opentinker.sampling.prompt import Prompt
 
 Generate = Callable[[int, Sequence[int], int], Awaitable[Completion]]
 """Samples the action of a turn (0, 1, 2 ...) after a prompt, with at most so many new tokens."""
 
-CLOSE_TIMEOUT_S = 15.0
-
 
 class LoopState(Enum):
-    """Where an episode stands."""
+    """Where an agent stands."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -44,58 +39,20 @@ class LoopState(Enum):
     TERMINATED = "terminated"
 
 
-class _Tokens:
-    """A segment that grows."""
+class AgentStopped(Exception):
+    """The agent makes no further move."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.ids = list(prompt)
-        self.images = list(images_of(prompt))
-        self.mask = [0] * len(prompt)
-        self.logprobs: list[float] = [0.0] * len(prompt)
-        self.spans: list[tuple[int, int, int]] = []
-        self.supports: list[tuple[int, Support]] = []
-
-    def sampled(self, completion: Completion, version: int) -> None:
-        """Append what the policy said."""
-        start = len(self.ids)
-        spans = completion.spans or ((0, len(completion.token_ids), version),)
-        self.spans += [(start + first, start + last, number) for first, last, number in spans]
-        if completion.support is not None:
-            self.supports.append((start, completion.support))
-        self.ids += completion.token_ids
-        self.mask += [1] * len(completion.token_ids)
-        self.logprobs += completion.logprobs.tolist()
-
-    def observed(self, ids: Sequence[int]) -> None:
-        """Append what the environment said."""
-        self.images += [image.shifted(len(self.ids)) for image in images_of(ids)]
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-
-    def prompt(self) -> Prompt:
-        """All of it so far, to be continued."""
-        return Prompt(self.ids, self.images)
-
-    def freeze(self) -> Segment:
-        """Cut off what nobody spoke after: it trains nothing."""
-        end = len(self.mask) - next((i for i, bit in enumerate(reversed(self.mask)) if bit), len(self.mask))
-        return Segment(
-            tuple(self.ids[:end]),
-            tuple(self.mask[:end]),
-            np.asarray(self.logprobs[:end], dtype=np.float32),
-            tuple(self.spans),
-            tuple(image for image in self.images if image.end <= end),
-            Support.joined(self.supports, end),
-        )
+    def __init__(self, reason: EndReason, error: str = "") -> None:
+        super().__init__(error or reason)
+        self.reason = reason
+        self.error = error
 
 
 class AgentLoop:
-    """Plays one episode of one agent."""
+    """One agent of one episode, whose moves are sampled."""
 
     def __init__(
         self,
-        session: EnvironmentSession,
         renderer: Renderer,
         generate: Generate,
         *,
@@ -106,9 +63,14 @@ class AgentLoop:
         max_tokens: int | None,
         context_tokens: int,
         temperature: float,
+        agent: str = AGENT,
+        policy: str = "",
+        trained: bool = True,
     ) -> None:
         self.state = LoopState.PENDING
-        self._session = session
+        self.agent = agent
+        self.policy = policy
+        self.trained = trained
         self._renderer = renderer
         self._generate = generate
         self._group = group
@@ -119,99 +81,124 @@ class AgentLoop:
         self._context_tokens = context_tokens
         self._temperature = temperature
         self._messages: list[Message] = []
-        self._tokens = _Tokens([])
+        self._tokens = Tokens([])
         self._closed_segments: list[Segment] = []
         self._turns: list[Turn] = []
         self._rewards = RewardSum()
-        self._end: EndReason | None = None
-        self._error = ""
-        self._deadline = time.monotonic() + limits.wall_clock_s if limits.wall_clock_s else None
+        self._legal: tuple[str, ...] = ()
+        self._tool_calls = 0
+        self._malformed = 0
+        self._illegal = 0
+        self._said: Completion | None = None
+        self._answered: tuple[tuple[Message, ...], Completion] | None = None
+        """The last move and the conversation that led to it, until something follows it."""
 
-    async def begin(self) -> Prompt | None:
-        """The first prompt; None if the environment did not get that far."""
-        observation = await self._guarded(self._session.begin())
-        if observation is None:
-            return None
-        self._messages += observation.as_messages()
-        self._tokens = _Tokens(self._renderer.first(self._messages))
+    def hear(self, observation: Observation) -> Prompt:
+        """Take what the agent sees; the prompt of its move."""
+        self._legal = observation.legal_actions
+        return self._listen(observation.as_messages())
+
+    def _listen(self, added: Sequence[Message]) -> Prompt:
         self.state = LoopState.GENERATING
+        self._messages += added
+        if self._answered is None:
+            self._tokens = Tokens(self._renderer.first(self._messages))
+            return self._tokens.prompt()
+        before, completion = self._answered
+        rest = self._renderer.follow(before, completion.text, completion.token_ids, added)
+        if rest is not None:
+            self._tokens.observed(rest)
+        else:
+            self._closed_segments.append(self._tokens.freeze())
+            self._tokens = Tokens(self._renderer.first(self._messages))
         return self._tokens.prompt()
 
-    async def play(self) -> Trajectory:
-        """Go on to the end, and close the episode."""
-        try:
-            while self._end is None:
-                completion = await self._act()
-                if completion is not None:
-                    await self._interact(completion)
-            return await self._finish()
-        finally:
-            self.state = LoopState.TERMINATED
-            await self._close()
+    def overhear(self, observation: Observation) -> None:
+        """Take what it sees at the end, after which it makes no move."""
+        self._messages += observation.as_messages()
 
-    async def _act(self) -> Completion | None:
-        self.state = LoopState.GENERATING
+    async def speak(self) -> Action:
+        """Its move. What cannot be one is told to it, and it tries again. AgentStopped if it makes none."""
+        while True:
+            completion = await self._sample()
+            self._said = completion
+            heard = self._renderer.parse(completion.text)
+            told = self._malformed_calls(heard) or self._illegal_action(heard)
+            if told is None:
+                self._tool_calls += len(heard.tool_calls)
+                if self._limits.tool_calls is not None and self._tool_calls > self._limits.tool_calls:
+                    self.moved()
+                    raise AgentStopped(EndReason.TOOL_LIMIT)
+                return Action(heard.text, heard.tool_calls)
+            self.moved()
+            if self._too_many():
+                raise AgentStopped(EndReason.PARSE_ERROR_LIMIT)
+            if not self.may_move:
+                raise AgentStopped(EndReason.TURN_LIMIT)
+            self._listen((told,))
+
+    def _malformed_calls(self, heard: Parsed) -> Message | None:
+        """What to tell an agent whose tool calls cannot be read."""
+        if not heard.problems:
+            return None
+        self._malformed += len(heard.problems)
+        return Message("tool", "\n".join(heard.problems))
+
+    def _illegal_action(self, heard: Parsed) -> Message | None:
+        """What to tell an agent whose action is not allowed, where it may try again."""
+        if not self._legal or heard.tool_calls or heard.text.strip() in self._legal:
+            return None
+        self._illegal += 1
+        if self._limits.illegal_actions is None:
+            return None
+        return Message("user", f"That is not allowed. Allowed actions: {', '.join(self._legal)}")
+
+    def _too_many(self) -> bool:
+        counts = ((self._malformed, self._limits.parse_errors), (self._illegal, self._limits.illegal_actions))
+        return any(most is not None and count > most for count, most in counts)
+
+    async def _sample(self) -> Completion:
         room = self.room()
         if room is not None and room < 1:
-            self._stop(EndReason.TOKEN_LIMIT)
-            return None
+            raise AgentStopped(EndReason.TOKEN_LIMIT)
         try:
-            async with asyncio.timeout(self._seconds_left()):
-                return await self._generate(len(self._turns), self._tokens.prompt(), room or 0)
-        except TimeoutError:
-            self._stop(EndReason.EPISODE_TIMEOUT)
+            completion = await self._generate(len(self._turns), self._tokens.prompt(), room or 0)
         except errors.PromptTooLong as error:
             if not self._turns:
                 # The task itself does not fit: training would go on without it, silently. Not here.
                 raise
-            self._stop(EndReason.TOKEN_LIMIT, error.message)
+            raise AgentStopped(EndReason.TOKEN_LIMIT, error.message) from error
         except (errors.InternalError, errors.Aborted) as error:
             if isinstance(error, errors.JobEnded):
                 raise
-            self._stop(EndReason.CANCELLED, str(error))
-        return None
-
-    async def _interact(self, completion: Completion) -> None:
-        self.state = LoopState.INTERACTING
+            raise AgentStopped(EndReason.CANCELLED, str(error)) from error
         if completion.stop_reason is StopReason.CANCELLED:
-            self._stop(EndReason.CANCELLED, "the completion was cancelled")
-            return
+            raise AgentStopped(EndReason.CANCELLED, "the completion was cancelled")
+        return completion
+
+    def moved(self) -> None:
+        """The move is made: it is part of the episode from now on."""
+        assert self._said is not None, "speak() comes before moved()"
+        self.state = LoopState.INTERACTING
+        completion, self._said = self._said, None
         prompt_tokens = len(self._tokens.ids)
         self._tokens.sampled(completion, self._version)
-        action = Action(completion.text)
-        result = await self._guarded(self._session.step(action, len(self._turns) + 1))
-        reward = result.reward.value if result is not None else None
         self._turns.append(
-            Turn(prompt_tokens, len(completion.token_ids), completion.text, completion.stop_reason, reward)
+            Turn(prompt_tokens, len(completion.token_ids), completion.text, completion.stop_reason, None)
         )
-        if result is None:
-            return
-        self._rewards.add(result.reward)
-        before = tuple(self._messages)
+        self._answered = (tuple(self._messages), completion)
         self._messages.append(Message("assistant", completion.text))
-        self._end = self._end_of(result)
-        if result.observation is not None:
-            added = result.observation.as_messages()
-            self._messages += added
-            if self._end is None:
-                self._follow(before, completion, added)
 
-    def _follow(self, before: Sequence[Message], completion: Completion, added: Sequence[Message]) -> None:
-        rest = self._renderer.follow(before, completion.text, completion.token_ids, added)
-        if rest is not None:
-            self._tokens.observed(rest)
-            return
-        self._closed_segments.append(self._tokens.freeze())
-        self._tokens = _Tokens(self._renderer.first(self._messages))
+    def rewarded(self, reward: Reward) -> None:
+        """A reward for it, which may come of the move of another agent: it belongs to its last turn."""
+        added = self._rewards.add(reward)
+        if added is not None and self._turns:
+            self._turns[-1] = replace(self._turns[-1], reward=(self._turns[-1].reward or 0.0) + added)
 
-    def _end_of(self, result: StepResult) -> EndReason | None:
-        if result.terminated:
-            return EndReason.TERMINATED
-        if result.truncated:
-            return EndReason.TRUNCATED
-        if self._limits.turns is not None and len(self._turns) >= self._limits.turns:
-            return EndReason.TURN_LIMIT
-        return None
+    @property
+    def may_move(self) -> bool:
+        """Whether the limit of turns leaves it another move."""
+        return self._limits.turns is None or len(self._turns) < self._limits.turns
 
     def room(self) -> int | None:
         """How many tokens the next action may have; None: whatever the context leaves."""
@@ -224,61 +211,30 @@ class AgentLoop:
             rooms.append(self._context_tokens - len(self._tokens.ids))
         return min(rooms) if rooms else None
 
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    async def _guarded(self, call: "Awaitable[_R]") -> "_R | None":
-        """A call into the environment; None, and the episode is over, if it did not come back well."""
-        try:
-            async with asyncio.timeout(self._seconds_left()):
-                return await call
-        except errors.OpenTinkerError as error:
-            reason = end_reason_of(error)
-            if reason is None:
-                if not isinstance(error, errors.Unavailable | errors.DeadlineExceeded | errors.InternalError):
-                    raise
-                reason = EndReason.SANDBOX_LOST
-            self._stop(reason, str(error))
-        except TimeoutError:
-            self._stop(EndReason.EPISODE_TIMEOUT)
-        return None
-
-    def _stop(self, reason: EndReason, error: str = "") -> None:
-        self._end = reason
-        self._error = error
-
-    async def _finish(self) -> Trajectory:
-        reward, metrics = self._rewards.total, {}
-        assert self._end is not None
-        end = self._end
-        if end.trainable and self._turns:
-            result = await self._guarded(self._session.finalize())
-            if result is not None:
-                reward, metrics = result.reward, dict(result.metrics)
-            end = self._end
-        if not end.trainable:
+    def finish(self, session: EnvironmentSession, ended: Ended) -> Trajectory:
+        """What it played. The reward is the episode's for it, where that was asked for; otherwise the sum."""
+        self.state = LoopState.TERMINATED
+        reward = ended.rewards.get(self.agent, self._rewards.total)
+        if not ended.reason.trainable:
             reward = Reward.unscored()
         segments = [*self._closed_segments, self._tokens.freeze()]
         return Trajectory(
             group=self._group,
             member=self._member,
-            episode=self._session.episode,
+            episode=session.episode,
             segments=tuple(segment for segment in segments if any(segment.loss_mask)),
             turns=tuple(self._turns),
             reward=reward,
-            end_reason=end,
+            end_reason=ended.reason,
             temperature=self._temperature,
             messages=tuple(self._messages),
-            metrics=metrics,
-            env_seconds=self._session.env_seconds,
-            replays=self._session.replays,
-            error=self._error,
+            metrics=ended.metrics,
+            env_seconds=session.env_seconds,
+            replays=session.replays,
+            error=ended.error,
+            agent=self.agent,
+            policy=self.policy,
+            opponents=ended.opponents,
+            illegal_actions=self._illegal,
+            malformed_calls=self._malformed,
         )
-
-    async def _close(self) -> None:
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._session.close()
-        except (errors.OpenTinkerError, TimeoutError):
-            # What an episode holds is freed by its lease.
-            return

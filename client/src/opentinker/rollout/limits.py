@@ -13,6 +13,16 @@ class Limits:
     """Sampled actions; then TURN_LIMIT."""
     tokens_per_episode: int | None = None
     """Prompts, actions and replies together; then TOKEN_LIMIT."""
+    tool_calls: int | None = None
+    """Tool calls; the one after that ends it with TOOL_LIMIT."""
+    parse_errors: int | None = 10
+    """Tool calls that cannot be read, each told to the model; the one after that ends it with
+    PARSE_ERROR_LIMIT.
+    """
+    illegal_actions: int | None = None
+    """Actions that are none of those an observation lists, each told to the model, which tries again; the one
+    after that ends it with PARSE_ERROR_LIMIT. None: the environment gets them as they are.
+    """
     wall_clock_s: float | None = None
     """Then EPISODE_TIMEOUT, which never counts against the model."""
 
@@ -21,3 +31,7 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise invalid(name, f"must be above 0, not {value}")
+        for name in ("tool_calls", "parse_errors", "illegal_actions"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise invalid(name, f"must be at least 0, not {value}")

@@ -6,21 +6,25 @@ Each batch is sampled at the version that the policy has when the batch begins. 
 their ordinals; a static data set is shuffled anew each epoch, as a pure function of the seed.
 """
 
-import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from opentinker import errors
 from opentinker.environments.base import Task
+from opentinker.environments.content import plain_json
+from opentinker.environments.errors import InvalidEpisodeData
 from opentinker.environments.sources import EnvironmentSource, EnvironmentSpec, environment_source
+from opentinker.rollout.cast import MAIN, Casting
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
 from opentinker.rollout.limits import Limits
-from opentinker.rollout.renderer import Renderer
-from opentinker.rollout.seats import MAX_EPISODES, Seats
+from opentinker.rollout.playing import Playing
+from opentinker.rollout.seats import MAX_EPISODES
+from opentinker.rollout.stragglers import Stragglers, WaitAll
 from opentinker.rollout.trajectory import Batch, Group
 from opentinker.sampling import identity
 from opentinker.sampling.meter import EngineMeter
@@ -53,7 +57,14 @@ class Rollouts:
         scope: str | None = None,
         concurrency: int = MAX_EPISODES,
         keep: bool = True,
+        agents: Mapping[str, Any] | None = None,
+        policies: Mapping[str, "Policy"] | None = None,
+        league: bool = True,
+        stragglers: Stragglers | None = None,
     ) -> None:
+        """`policies` are those of a run by name, the first of them `policy`; `league`: results count for the
+        pools of opponents.
+        """
         for name, value in {
             "groups": groups,
             "group_size": group_size,
@@ -66,7 +77,6 @@ class Rollouts:
         self._options = options
         self._groups = groups
         self._group_size = group_size
-        self._concurrency = concurrency
         self._keep = keep
         self._params = params or SamplingParams()
         self._params.check_tokens_only("sampling")
@@ -76,9 +86,15 @@ class Rollouts:
         self._shuffle = shuffle
         self._version = version
         self._scope = scope or uuid.uuid4().hex
+        self._casting = Casting(policies or {MAIN: policy}, agents, seed=seed)
+        self._league = league
         self._setting: Setting | None = None
         self._tasks: Sequence[Task] | None = None
         self._given: Sequence[Task] | None = None
+        self._playing = Playing(stragglers or WaitAll(), concurrency, group_size)
+        self._meter = EngineMeter()
+        self._index = 0
+        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
         self.next_ordinal = start
 
     def __aiter__(self) -> Self:
@@ -90,45 +106,45 @@ class Rollouts:
     async def next_batch(self, groups: int) -> Batch:
         """The next batch, with that many groups. On the client's loop."""
         setting = await self._prepare()
-        version = self._policy.version if self._version is None else self._version
+        versions = self._casting.versions(self._version, league=self._league)
         first = self.next_ordinal
         last = first + groups
-        meter = EngineMeter()
         started = time.monotonic()
-        played = await self._play(setting, range(first, last), version, meter)
+        played = await self._play(setting, range(first, last), versions)
         self.next_ordinal = last
-        return Batch(first // groups, version, tuple(played), time.monotonic() - started, meter.take())
+        seconds = time.monotonic() - started
+        batch = Batch(
+            first // groups, self._casting.version(versions), tuple(played), seconds, self._meter.take()
+        )
+        if self._league:
+            self._casting.record(batch)
+        return batch
 
-    async def _play(
-        self, setting: Setting, ordinals: Iterable[int], version: int, meter: EngineMeter
-    ) -> list[Group]:
+    def state(self) -> dict[str, Any]:
+        """What a loop that resumes must know, as JSON values: the place in the data, late groups, the
+        format of conversations, the pools of opponents.
+        """
+        pools = {agent: pool.state() for agent, pool in self._casting.pools.items()}
+        state = {"next_ordinal": self.next_ordinal, "renderer": self._casting.renderer}
+        late = self._playing.late
+        return state | ({"pools": pools} if pools else {}) | ({"late": late} if late else {})
+
+    async def _play(self, setting: Setting, ordinals: range, versions: Mapping[str, int]) -> list[Group]:
         """Groups in order, each begun when there are seats for it: what waits is a number, not a task."""
-        seats = Seats(self._concurrency)
-        playing: list[asyncio.Task[Group]] = []
-        failed = asyncio.Event()
+
+        def begin(ordinal: int, on_end: Callable[[], None]) -> GroupPlayer:
+            play = Play(ordinal, self.task(ordinal), self._casting.cast(ordinal, versions))
+            return GroupPlayer(setting, play, self._meter, on_end)
 
         async def play(player: GroupPlayer) -> Group:
-            try:
-                group = await player.play()
-            except BaseException:
-                failed.set()
-                raise
+            group = await player.play()
             # It is here, so the servers need not keep it.
-            self._policy.sampler.acknowledge(player.request_ids)
+            for sampler in {sampler for sampler, _ in player.requests}:
+                sampler.acknowledge([name for asked, name in player.requests if asked is sampler])
             return group if self._keep else group.without_tokens()
 
-        try:
-            for ordinal in ordinals:
-                await seats.take(self._group_size)
-                if failed.is_set():
-                    break
-                player = GroupPlayer(setting, Play(ordinal, self.task(ordinal), version), meter, seats.leave)
-                playing.append(asyncio.ensure_future(play(player)))
-            return list(await asyncio.gather(*playing))
-        finally:
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+        self._index += 1
+        return await self._playing.batch(self._index, ordinals, begin, play)
 
     async def use(self, tasks: Sequence[Task]) -> None:
         """Play these tasks instead of the split's."""
@@ -145,13 +161,23 @@ class Rollouts:
         if self._tasks is None:
             return {}
         epoch, place = divmod(ordinal, len(self._tasks))
-        if not self._shuffle:
-            return self._tasks[place]
-        generator = np.random.default_rng(identity.seed(self._seed, "shuffle", epoch))
-        return self._tasks[int(generator.permutation(len(self._tasks))[place])]
+        if self._shuffle:
+            place = int(self._order(epoch, len(self._tasks))[place])
+        try:
+            return plain_json(self._tasks[place], "a task")
+        except InvalidEpisodeData as error:
+            raise errors.invalid(f"tasks[{place}]", str(error)) from None
+
+    def _order(self, epoch: int, size: int) -> NDArray[np.int64]:
+        """The order of an epoch, a pure function of the seed."""
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = np.random.default_rng(identity.seed(self._seed, "shuffle", epoch))
+            self._shuffled = (epoch, generator.permutation(size))
+        return self._shuffled[1]
 
     async def close(self) -> None:
-        """Free the environment, if it was opened here."""
+        """End what is under way, and free the environment, if it was opened here."""
+        await self._playing.close()
         if self._setting is not None and isinstance(self._env, str | type):
             await self._setting.source.close()
 
@@ -162,14 +188,11 @@ class Rollouts:
         self._tasks = self._given if self._given is not None else await source.tasks(self._split)
         if self._tasks is not None and not len(self._tasks):
             raise errors.invalid("split", f"{source.info.name} has no task in split {self._split!r}")
-        capabilities = await self._policy.sampler.capabilities()
+        await self._casting.prepare(source.info)
         self._setting = Setting(
-            sampler=self._policy.sampler,
-            renderer=Renderer(await self._policy.tokenizer()),
             source=source,
             params=self._params,
             limits=self._limits,
-            context_tokens=int(capabilities.context_tokens),
             group_size=self._group_size,
             seed=self._seed,
             scope=self._scope,
@@ -200,6 +223,8 @@ def rollouts(
     version: int | None = None,
     scope: str | None = None,
     concurrency: int = MAX_EPISODES,
+    agents: Mapping[str, Any] | None = None,
+    stragglers: Stragglers | None = None,
 ) -> Rollouts:
     """Play `groups` groups of `group_size` episodes of one task each, again and again.
 
@@ -208,6 +233,11 @@ def rollouts(
     version; `scope` makes request ids reproducible (by default each call is its own); `concurrency` is how
     many episodes are played at once, though never less than a group. Where `params` cut unlikely tokens off,
     the trajectories carry what was kept (`SamplingParams.for_training`).
+
+    `agents` says who plays the agents that the environment names, where that is not `policy`: another Policy,
+    whose trajectories are recorded too, or an opponent, whose are not: `ot.Frozen`, `ot.OpponentPool`, or a
+    function of the observation and a `random.Random` that gives a text or an Action. `stragglers`: what a
+    batch does about groups that take long (`ot.WaitAll()`, `ot.MinViable()`).
     """
     return Rollouts(
         policy,
@@ -224,4 +254,6 @@ def rollouts(
         version=version,
         scope=scope,
         concurrency=concurrency,
+        agents=agents,
+        stragglers=stragglers,
     )

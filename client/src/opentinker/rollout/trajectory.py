@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.environments.content import Message
+from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward
-from opentinker.environments.types import EndReason
+from opentinker.environments.types import AGENT, EndReason
 from opentinker.sampling.completion import StopReason
 from opentinker.sampling.prompt import PlacedImage
 from opentinker.sampling.support import Support
@@ -47,6 +48,27 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Opponent:
+    """Another agent of an episode: the policy, with its version where that is frozen, or script that
+    played it, and what it got.
+    """
+
+    policy: str
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an episode ended for an agent. `rewards` by agent, where the environment was asked for them."""
+
+    reason: EndReason
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    metrics: Mapping[str, float | Metric] = field(default_factory=dict)
+    opponents: Mapping[str, Opponent] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One agent's part of one episode. More than one segment where the chat template rewrote history."""
 
@@ -60,12 +82,21 @@ class Trajectory:
     temperature: float
     messages: tuple[Message, ...] = ()
     """The conversation, for people."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Metric] = field(default_factory=dict)
     """Numbers that the environment reports."""
     env_seconds: float = 0.0
     replays: int = 0
     error: str = ""
     """What failed, where something did."""
+    agent: str = AGENT
+    policy: str = ""
+    """The run's name of the policy that played it."""
+    opponents: Mapping[str, Opponent] = field(default_factory=dict)
+    """The other agents of the episode."""
+    illegal_actions: int = 0
+    """Turns whose action was none of those that the environment listed."""
+    malformed_calls: int = 0
+    """Tool calls that could not be read, each an observation for the model."""
 
     def without_tokens(self) -> "Trajectory":
         """What says how it went: reward, end, numbers; not what was said."""
@@ -133,6 +164,15 @@ class Batch:
         ]
         made = [Group(name, i, {}, 0, tuple(members)) for i, (name, members) in enumerate(groups.items())]
         return cls(index, max(versions, default=0), tuple(made))
+
+    def of_policy(self, name: str) -> "Batch":
+        """What one policy of several played."""
+        groups = []
+        for group in self.groups:
+            own = tuple(each for each in group.trajectories if each.policy == name)
+            if own:
+                groups.append(replace(group, trajectories=own))
+        return replace(self, groups=tuple(groups))
 
     def __iter__(self) -> Iterator[Trajectory]:
         return (trajectory for group in self.groups for trajectory in group.trajectories)

@@ -13,7 +13,7 @@ from opentinker.connection.jobs import Job
 from opentinker.connection.portal import Pending, Portal
 from opentinker.connection.tokenizers import fetch_tokenizer
 from opentinker.environments.content import Message
-from opentinker.rollout.renderer import Renderer
+from opentinker.rollout.renderer import make_renderer
 from opentinker.sampling import identity
 from opentinker.sampling.completion import Completion, Delta
 from opentinker.sampling.params import SamplingParams
@@ -31,6 +31,10 @@ class Sampled(ABC):
         self.job = job
         self.sampler = sampler
         self._tokenizer: ChatTokenizer | None = None
+        self.renderer = ""
+        """The conversation format that it speaks, by its name (`opentinker.rollout.formats`); "" is that
+        of the model's own chat template.
+        """
 
     @property
     @abstractmethod
@@ -125,7 +129,7 @@ class Sampled(ABC):
         spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
         async def reply() -> str:
-            renderer = Renderer(await self.tokenizer())
+            renderer = make_renderer(await self.tokenizer(), self.renderer)
             said = [Message.of(message) for message in spoken]
             prompt = renderer.first(said)
             completions = await self.sample(

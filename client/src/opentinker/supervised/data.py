@@ -8,17 +8,14 @@ texts or of two lists of messages. What is malformed is refused by row and field
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from opentinker.environments.content import ROLES, Message
 from opentinker.environments.errors import InvalidEpisodeData
-from opentinker.errors import MissingDependency, Reason, invalid
-
-Source = str | Path | Iterable[Mapping[str, Any]]
-"""A file or directory on disk, or rows: a list, a generator, a Hugging Face data set."""
+from opentinker.environments.rows import Source, raw_rows
+from opentinker.errors import invalid
 
 ROW_KEYS = ("messages", "tools", "prompt", "completion", "weight")
 MESSAGE_KEYS = (
@@ -80,7 +77,7 @@ def read(data: Source, name: str, ignore_columns: Sequence[str] = ()) -> list[Ro
     library is not installed.
     """
     rows: list[Row] = []
-    for index, raw in enumerate(_raw_rows(data, name)):
+    for index, raw in enumerate(raw_rows(data, name)):
         field = f"{name}[{index}]"
         if not isinstance(raw, Mapping):
             raise invalid(field, f"a row must be a mapping, not {type(raw).__name__}")
@@ -88,86 +85,6 @@ def read(data: Source, name: str, ignore_columns: Sequence[str] = ()) -> list[Ro
     if not rows:
         raise invalid(name, "the data set has no rows")
     return rows
-
-
-# --- where rows come from -----------------------------------------------------------------------------------
-
-
-def _raw_rows(data: Source, name: str) -> Iterable[Any]:
-    if isinstance(data, str | Path):
-        return _from_disk(Path(data), name)
-    if isinstance(data, Mapping):
-        splits = ", ".join(repr(str(key)) for key in data)
-        raise invalid(name, f"it is a mapping with {splits}; give one of its values, a data set of rows")
-    if not isinstance(data, Iterable):
-        raise invalid(name, f"must be a path or an iterable of rows, not {type(data).__name__}")
-    return data
-
-
-def _from_disk(path: Path, name: str) -> Iterable[Any]:
-    if path.is_dir():
-        return _hugging_face(path, name)
-    if not path.is_file():
-        raise invalid(
-            name,
-            f"there is no file or directory {str(path)!r}; a data set of a hub is loaded with "
-            f"datasets.load_dataset(...), whose result can be given here",
-        )
-    if path.suffix == ".jsonl":
-        return _jsonl(path, name)
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    raise invalid(name, f"{path.name!r} is neither .jsonl nor .parquet, nor a directory of a saved data set")
-
-
-def _jsonl(path: Path, name: str) -> Iterator[Any]:
-    index = 0
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise invalid(
-                    f"{name}[{index}]", f"line {number} of {path.name} is no JSON: {error}"
-                ) from None
-            index += 1
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise _missing("pyarrow", f"reading {path.name}") from None
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
-
-
-def _hugging_face(path: Path, name: str) -> Iterable[Any]:
-    if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
-        raise invalid(name, f"{str(path)!r} holds the splits {splits}; give the directory of one of them")
-    if not (path / "state.json").is_file():
-        raise invalid(name, f"{str(path)!r} was not saved by datasets.Dataset.save_to_disk()")
-    try:
-        import datasets
-    except ImportError:
-        raise _missing("datasets", f"reading {str(path)!r}") from None
-    rows: Iterable[Any] = datasets.load_from_disk(str(path))
-    return rows
-
-
-def _missing(package: str, purpose: str) -> MissingDependency:
-    return MissingDependency(
-        f"{purpose} needs {package}, which is not installed; install it with:  "
-        f"pip install 'opentinker[datasets]'",
-        reason=Reason.MISSING_DEPENDENCY,
-    )
-
-
-# --- what a row may say -------------------------------------------------------------------------------------
 
 
 def _row(raw: Mapping[str, Any], field: str) -> Row:

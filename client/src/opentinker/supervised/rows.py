@@ -1,6 +1,7 @@
 """Rows for loops of one's own: conversations to train samples, with exact masks."""
 
-from opentinker.supervised.data import Source, read
+from opentinker.environments.rows import Source
+from opentinker.supervised.data import read
 from opentinker.supervised.encoding import Encoding, RewrittenHistory, TooLong, TrainOn, encode
 from opentinker.supervised.masks import Tokenizer
 from opentinker.training.samples import TrainSamples

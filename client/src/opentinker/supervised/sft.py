@@ -8,11 +8,12 @@ from typing import Any
 
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.opening import active_cluster
+from opentinker.environments.rows import Source
 from opentinker.errors import invalid
 from opentinker.loop.algorithms import Schedule
 from opentinker.loop.loggers import check_callbacks, check_loggers
 from opentinker.supervised.batches import BatchSize
-from opentinker.supervised.data import Source, read
+from opentinker.supervised.data import read
 from opentinker.supervised.encoding import RewrittenHistory, TooLong, TrainOn
 from opentinker.supervised.result import SftResult
 from opentinker.supervised.settings import (

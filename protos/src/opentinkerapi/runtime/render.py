@@ -6,6 +6,7 @@ equal `apply_chat_template`'s. Text never becomes a special token: where a messa
 spells one, it is encoded as the characters it consists of. (Needs the extra `render`.)
 """
 
+import copy
 import json
 import re
 import secrets
@@ -96,6 +97,13 @@ class ChatTokenizer:
     def has_template(self) -> bool:
         """Whether messages can be rendered."""
         return bool(self._templates)
+
+    def with_template(self, template: str) -> "ChatTokenizer":
+        """The same tokenizer with another chat template."""
+        other = copy.copy(self)
+        other._templates = {"default": template}
+        other._compiled = {}
+        return other
 
     @property
     def vocabulary_size(self) -> int:

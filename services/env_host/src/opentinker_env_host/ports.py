@@ -17,6 +17,8 @@ class EnvironmentFacts:
     max_turns: int
     deterministic: bool
     splits: tuple[str, ...]
+    agents: tuple[str, ...] = ("agent",)
+    tools: tuple[Plain, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class EnvHostServicer(EnvHostServiceServicer):
         return wire.begin_to_proto(await self._host.begin(request.episode, acting_job()))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        action = wire.action_from_proto(request.actions)
+        action = wire.actions_from_proto(request.actions)
         key = wire.action_key(request.actions)
         answered = await self._host.step(request.episode, request.seq, key, action, acting_job())
         return wire.step_to_proto(answered)

@@ -48,6 +48,8 @@ def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.
         max_turns=facts.max_turns,
         deterministic=facts.deterministic,
         splits=facts.splits,
+        agents=facts.agents,
+        tools_json=[json.dumps(schema) for schema in facts.tools],
     )
 
 
@@ -76,21 +78,24 @@ def recipe_from_proto(request: service_pb2.OpenGroupRequest) -> Recipe:
     )
 
 
-def action_from_proto(actions: Sequence[environment_pb2.AgentAction]) -> dict[str, Any]:
-    """The action of the only agent."""
-    if len(actions) != 1 or actions[0].agent not in ("", AGENT):
-        names = [action.agent for action in actions]
-        raise ServiceError(
-            Reason.INVALID_FIELD,
-            f"one action of {AGENT!r} is expected, not of {names}: several agents are not supported",
-            field="actions",
-        )
-    action = actions[0].action
+def actions_from_proto(actions: Sequence[environment_pb2.AgentAction]) -> dict[str, Any]:
+    """The actions of a turn by agent; an agent without a name is the only one."""
+    plain: dict[str, Any] = {}
+    for index, given in enumerate(actions):
+        name = given.agent or AGENT
+        if name in plain:
+            text = f"{name!r} has two actions in one turn"
+            raise ServiceError(Reason.INVALID_FIELD, text, field=f"actions[{index}].agent")
+        plain[name] = _action(given.action, f"actions[{index}].action")
+    return {"agents": plain}
+
+
+def _action(action: environment_pb2.Action, field: str) -> dict[str, Any]:
     texts: list[str] = []
     for index, part in enumerate(action.content.parts):
         if part.WhichOneof("part") != "text":
-            field = f"actions[0].action.content.parts[{index}]"
-            raise ServiceError(Reason.INVALID_FIELD, "an action's content must be text", field=field)
+            text = "an action's content must be text"
+            raise ServiceError(Reason.INVALID_FIELD, text, field=f"{field}.content.parts[{index}]")
         texts.append(part.text)
     calls = [
         {"name": call.name, "arguments": call.arguments_json, "id": call.id} for call in action.tool_calls
@@ -100,7 +105,7 @@ def action_from_proto(actions: Sequence[environment_pb2.AgentAction]) -> dict[st
 
 def action_key(actions: Sequence[environment_pb2.AgentAction]) -> bytes:
     """Bytes that are equal where the actions are."""
-    return b"\0".join(action.SerializeToString(deterministic=True) for action in actions)
+    return b"\0".join(sorted(action.SerializeToString(deterministic=True) for action in actions))
 
 
 def begin_to_proto(reply: Reply) -> service_pb2.BeginResponse:
@@ -116,12 +121,16 @@ def step_to_proto(answered: Answered) -> service_pb2.StepResponse:
     env_time.FromNanoseconds(int(reply.env_s * 1e9))
     return service_pb2.StepResponse(
         pending=_pending(reply),
-        rewards=[environment_pb2.AgentReward(agent=AGENT, reward=_reward(answer["reward"]))],
+        rewards=_rewards(answer),
         terminated=answer["terminated"],
         truncated=answer["truncated"],
         info_json=json.dumps(answer["info"]) if answer["info"] else "",
         replayed=answered.replayed,
         env_time=env_time,
+        ended=[
+            environment_pb2.AgentEnd(agent=name, end_reason=_end_reason(end))
+            for name, end in answer.get("ended", {}).items()
+        ],
     )
 
 
@@ -130,29 +139,43 @@ def result_to_proto(reply: Reply) -> service_pb2.FinalizeResponse:
     answer = reply.answer
     end = trajectory_pb2.END_REASON_UNSPECIFIED
     if answer["end_reason"]:
-        end = trajectory_pb2.EndReason.Value(f"END_REASON_{answer['end_reason']}")
+        end = _end_reason(answer["end_reason"])
     return service_pb2.FinalizeResponse(
-        rewards=[environment_pb2.AgentReward(agent=AGENT, reward=_reward(answer["reward"]))],
+        rewards=_rewards(answer),
         end_reason=end,
         metrics_json=json.dumps(answer["metrics"]) if answer["metrics"] else "",
     )
 
 
 def _pending(reply: Reply) -> list[environment_pb2.AgentObservation]:
-    """Whose move it is: nobody's once the episode ended, but its last observation is still told."""
-    plain = reply.answer["observation"]
-    if plain is None:
-        return []
+    """Whose move it is: nobody's once the episode ended, but last observations are still told."""
+    return [
+        environment_pb2.AgentObservation(agent=name, observation=_observation(plain, reply.blobs))
+        for name, plain in reply.answer["observations"].items()
+    ]
+
+
+def _observation(plain: Mapping[str, Any], blobs: Sequence[bytes]) -> environment_pb2.Observation:
     observation = environment_pb2.Observation(
         info_json=json.dumps(plain["info"]) if plain.get("info") else "",
         legal_actions=plain.get("legal_actions", ()),
     )
     if "messages" in plain:
-        messages = [_message(message, reply.blobs) for message in plain["messages"]]
-        observation.chat.messages.extend(messages)
+        observation.chat.messages.extend(_message(message, blobs) for message in plain["messages"])
     else:
-        observation.content.CopyFrom(_content(plain["content"], reply.blobs))
-    return [environment_pb2.AgentObservation(agent=AGENT, observation=observation)]
+        observation.content.CopyFrom(_content(plain["content"], blobs))
+    return observation
+
+
+def _rewards(answer: Mapping[str, Any]) -> list[environment_pb2.AgentReward]:
+    return [
+        environment_pb2.AgentReward(agent=name, reward=_reward(plain))
+        for name, plain in answer["rewards"].items()
+    ]
+
+
+def _end_reason(name: str) -> "trajectory_pb2.EndReason.ValueType":
+    return trajectory_pb2.EndReason.Value(f"END_REASON_{name}")
 
 
 def _message(plain: Mapping[str, Any], blobs: Sequence[bytes]) -> content_pb2.ChatMessage:

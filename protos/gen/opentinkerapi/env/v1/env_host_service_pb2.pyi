@@ -383,6 +383,7 @@ class StepResponse(_message.Message):
     INFO_JSON_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
     ENV_TIME_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     terminated: _builtins.bool
     """The environment reached an end state."""
     truncated: _builtins.bool
@@ -403,6 +404,10 @@ class StepResponse(_message.Message):
     def env_time(self) -> _duration_pb2.Duration:
         """Time inside the environment."""
 
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[_environment_pb2.AgentEnd]:
+        """Those for whom it is over now, though not for all."""
+
     def __init__(
         self,
         *,
@@ -413,10 +418,11 @@ class StepResponse(_message.Message):
         info_json: _builtins.str = ...,
         replayed: _builtins.bool = ...,
         env_time: _duration_pb2.Duration | None = ...,
+        ended: _abc.Iterable[_environment_pb2.AgentEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["env_time", b"env_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["env_time", b"env_time", "info_json", b"info_json", "pending", b"pending", "replayed", b"replayed", "rewards", b"rewards", "terminated", b"terminated", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "env_time", b"env_time", "info_json", b"info_json", "pending", b"pending", "replayed", b"replayed", "rewards", b"rewards", "terminated", b"terminated", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

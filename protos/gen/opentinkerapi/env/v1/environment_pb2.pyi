@@ -32,6 +32,8 @@ class Environment(_message.Message):
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     SPLITS_FIELD_NUMBER: _builtins.int
+    AGENTS_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"environments/{environment}"."""
     description: _builtins.str
@@ -46,6 +48,14 @@ class Environment(_message.Message):
     def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Task splits, "train" and "test" for example; empty where tasks come from the seed."""
 
+    @_builtins.property
+    def agents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who plays; "agent" where there is one without a name."""
+
+    @_builtins.property
+    def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tools that models may call, each a JSON schema in OpenAI's shape."""
+
     def __init__(
         self,
         *,
@@ -55,10 +65,12 @@ class Environment(_message.Message):
         max_turns: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
         splits: _abc.Iterable[_builtins.str] | None = ...,
+        agents: _abc.Iterable[_builtins.str] | None = ...,
+        tools_json: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "deterministic", b"deterministic", "max_turns", b"max_turns", "name", b"name", "splits", b"splits", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "description", b"description", "deterministic", b"deterministic", "max_turns", b"max_turns", "name", b"name", "splits", b"splits", "tools_json", b"tools_json", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -215,6 +227,32 @@ class AgentReward(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AgentReward: _TypeAlias = AgentReward  # noqa: Y015
+
+@_typing.final
+class AgentEnd(_message.Message):
+    """AgentEnd says that an episode is over for a named agent, while others play on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """Agent name."""
+    end_reason: _trajectory_pb2.EndReason.ValueType
+    """TERMINATED or TRUNCATED."""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        end_reason: _trajectory_pb2.EndReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "end_reason", b"end_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentEnd: _TypeAlias = AgentEnd  # noqa: Y015
 
 @_typing.final
 class AgentAction(_message.Message):

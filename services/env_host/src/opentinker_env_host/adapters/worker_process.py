@@ -62,6 +62,8 @@ class ProcessWorker:
             max_turns=int(hello["max_turns"]),
             deterministic=bool(hello["deterministic"]),
             splits=tuple(hello["splits"]),
+            agents=tuple(hello["agents"]),
+            tools=tuple(hello["tools"]),
         )
         self._calls: OrderedDict[int, _Call] = OrderedDict()
         self._next_id = 0

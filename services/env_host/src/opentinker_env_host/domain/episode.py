@@ -92,6 +92,15 @@ class Episode:
             raise ServiceError(Reason.INVALID_STATE, f"{self.name} has ended: it takes no more steps")
         return None
 
+    def check_movers(self, action: Mapping[str, Any]) -> None:
+        """ServiceError unless each agent moves whose move is pending, and nobody else."""
+        last = self.last_answer.reply if self.last_answer is not None else self.first
+        assert last is not None, "checked by check_step"
+        pending, given = set(last.answer["observations"]), set(action["agents"])
+        if pending != given:
+            text = f"moves of {sorted(pending)} are pending in {self.name}, not of {sorted(given)}"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="actions")
+
     def record(self, seq: int, key: bytes, action: Mapping[str, Any], answered: "Answered") -> None:
         """A step was answered."""
         self.last_seq = seq

@@ -271,6 +271,7 @@ class EnvironmentHost:
             stored = episode.check_step(seq, key)
             if stored is not None:
                 return stored
+            episode.check_movers(action)
             answered = Answered(*await self._player.step(episode, action))
             episode.record(seq, key, action, answered)
             self.steps[episode.recipe.environment] += 1
