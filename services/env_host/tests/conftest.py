@@ -121,8 +121,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             EnvHostSettings(
                 environments=environments or {"counter": world("Counter")},
                 state_dir=tmp_path / f"state-{len(started)}",
-                drain_s=1.0,
-                **settings,
+                **{"drain_s": 1.0, **settings},
             ),
             bus=None if real_bus else bus,
         )

@@ -16,6 +16,8 @@ from opentinker.environments.types import Action, EpisodeResult, Observation, St
 Plain = dict[str, Any]
 Blobs = list[bytes]
 
+_dump_sorted = json.JSONEncoder(sort_keys=True).encode
+
 
 def plain_observation(observation: Observation | None, blobs: Blobs) -> Plain | None:
     """An observation as a plain value; appends to `blobs`."""
@@ -74,7 +76,7 @@ def digest(answer: Mapping[str, Any], blobs: Sequence[bytes]) -> str:
     seen = {key: value for key, value in answer.items() if key != "info"}
     if seen.get("observation"):
         seen["observation"] = {key: value for key, value in seen["observation"].items() if key != "info"}
-    state = hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16)
+    state = hashlib.blake2b(_dump_sorted(seen).encode(), digest_size=16)
     for blob in blobs:
         state.update(len(blob).to_bytes(8, "little"))
         state.update(blob)

@@ -17,6 +17,7 @@ import grpc.aio
 
 from opentinker.environments.base import EnvironmentInfo, Task
 from opentinker.environments.content import dump_json
+from opentinker.environments.drive import EpisodeCalls
 from opentinker.environments.session import END_REASON, EnvironmentSession, typed_error
 from opentinker.environments.types import Action, EndReason, EpisodeResult, Observation, StepResult
 from opentinker.environments.wire import (
@@ -87,8 +88,8 @@ class HostedSession:
 
     async def finalize(self) -> EpisodeResult:
         async def call() -> EpisodeResult:
-            request = pb.FinalizeRequest(episode=self._episode, job_token=self._owner.job_token)
-            return result_from_proto(await self._owner.call(self._owner.stub.Finalize, request))
+            request = pb.FinalizeRequest(episode=self._episode)
+            return result_from_proto(await self._owner.call(self._owner.calls.finalize, request))
 
         return await self._held(call)
 
@@ -96,18 +97,16 @@ class HostedSession:
         await self._owner.release([self._episode])
 
     async def _begin(self) -> Observation:
-        request = pb.BeginRequest(episode=self._episode, job_token=self._owner.job_token)
-        answer = await self._owner.call(self._owner.stub.Begin, request)
+        request = pb.BeginRequest(episode=self._episode)
+        answer = await self._owner.call(self._owner.calls.begin, request)
         observation = observation_from_proto(answer.pending)
         if observation is None:
             raise typed_error(Reason.ENV_CRASHED, "the environment gave no first observation")
         return observation
 
     async def _step(self, action: Action, seq: int) -> StepResult:
-        request = pb.StepRequest(
-            episode=self._episode, seq=seq, actions=[action_to_proto(action)], job_token=self._owner.job_token
-        )
-        answer = await self._owner.call(self._owner.stub.Step, request)
+        request = pb.StepRequest(episode=self._episode, seq=seq, actions=[action_to_proto(action)])
+        answer = await self._owner.call(self._owner.calls.step, request)
         self._env_seconds += answer.env_time.ToTimedelta().total_seconds()
         self._replays += answer.replayed
         return step_from_proto(answer)
@@ -156,6 +155,7 @@ class HostedEnvironment:
         self.stub = EnvHostServiceStub(channel)
         self.info = info
         self._job_token = job_token
+        self.calls = EpisodeCalls(self.stub, lambda: self.job_token)
         self.options = dict(options)
         self._name = f"environments/{info.name}"
         self._options_json = dump_json(self.options) if options else ""
@@ -242,6 +242,7 @@ class HostedEnvironment:
     async def close(self) -> None:
         """Close what is open and stop renewing."""
         await self.release(list(self._episodes))
+        self.calls.close()
         if self._renewals is not None:
             self._renewals.cancel()
             self._renewals = None
@@ -260,6 +261,8 @@ class HostedEnvironment:
                 return await method(request, timeout=timeout)
             except grpc.RpcError as error:
                 typed = from_rpc_error(error)
+            except Unavailable as error:
+                typed = error
             if not isinstance(typed, Unavailable) or time.monotonic() + pause > give_up:
                 raise typed from None
             await asyncio.sleep(pause)

@@ -93,6 +93,7 @@ def build(
 
     async def drain() -> None:
         host.draining = True
+        servicer.end_streams()
 
     server = build_server(
         settings,
@@ -127,6 +128,7 @@ def _program(settings: EnvHostSettings, name: str, entry: EnvironmentSettings) -
         python=entry.python or settings.default_python,
         log_dir=settings.state_dir / "logs" / "workers",
         start_timeout_s=settings.start_timeout_s,
+        threads=entry.threads,
     )
 
 

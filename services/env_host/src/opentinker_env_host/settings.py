@@ -26,6 +26,16 @@ class EnvironmentSettings(BaseModel):
     """
     exclusive: bool = False
     """One episode per worker process, for libraries whose randomness is global to the process."""
+    threads: int | None = Field(default=None, ge=1, le=256)
+    """Steps at a time in a shared worker of a plain environment; 1 for libraries that are not safe for
+    threads. By default 64, of which none but the first is used unless steps block.
+    """
+
+    @model_validator(mode="after")
+    def _one_step_at_a_time(self) -> Self:
+        if self.exclusive and self.threads is not None:
+            raise ValueError("threads: an exclusive worker has one episode, and so one step at a time")
+        return self
 
 
 def _shipped() -> dict[str, EnvironmentSettings]:

@@ -51,6 +51,11 @@ class EnvHostServiceStub:
     Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
     Retry: safe.
     """
+    Drive: _aio.StreamStreamMultiCallable[_env_host_service_pb2.DriveRequest, _env_host_service_pb2.DriveResponse]
+    """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
+    Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
+    Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+    """
     CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
     """CloseEpisodes frees episodes.
     Errors: INVALID_FIELD, STALE_ATTEMPT.
@@ -140,6 +145,17 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         """Finalize ends scoring and returns the rewards of the whole episode.
         Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
         Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def Drive(
+        self,
+        request_iterator: _abc.AsyncIterator[_env_host_service_pb2.DriveRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_env_host_service_pb2.DriveRequest], _abc.AsyncIterator[_env_host_service_pb2.DriveResponse]],
+    ) -> _abc.AsyncIterator[_env_host_service_pb2.DriveResponse]:
+        """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
+        Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
+        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
         """
 
     @_abc_1.abstractmethod

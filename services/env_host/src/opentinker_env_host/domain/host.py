@@ -1,7 +1,7 @@
 """Episodes and the calls on them: open, begin, step, finalize, close, leases.
 
-A call works on its episode in a task of its own, so that a caller who gives up and asks again finds the
-answer. How an episode is played, and played again when its worker died, is in `player`.
+Callers run the calls on an episode in tasks that `keep` makes, so that one who gives up and asks again finds
+the answer. How an episode is played, and played again when its worker died, is in `player`.
 """
 
 import asyncio
@@ -188,10 +188,13 @@ class EnvironmentHost:
         self.opened[recipe.environment] += size
         return Group(f"groups/{group}", names)
 
+    def keep(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run a call to its end even if the caller goes away; shield the task where it is awaited."""
+        return self._background.start(work)
+
     async def begin(self, name: str, owner: str = "") -> Reply:
         """The first observation."""
-        episode = self._episode(name, owner)
-        return await self._work(self._begin(episode))
+        return await self._begin(self._episode(name, owner))
 
     async def step(
         self, name: str, seq: int, key: bytes, action: Mapping[str, Any], owner: str = ""
@@ -199,13 +202,11 @@ class EnvironmentHost:
         """Play one step, or give the stored answer of the last one. `key` identifies the request's
         actions.
         """
-        episode = self._episode(name, owner)
-        return await self._work(self._step(episode, seq, key, action))
+        return await self._step(self._episode(name, owner), seq, key, action)
 
     async def finalize(self, name: str, owner: str = "") -> Reply:
         """The return of the episode."""
-        episode = self._episode(name, owner)
-        return await self._work(self._finalize(episode))
+        return await self._finalize(self._episode(name, owner))
 
     async def close(self, names: Sequence[str], owner: str = "") -> None:
         """Free episodes; unknown ones, and those of others, are passed over."""
@@ -315,7 +316,3 @@ class EnvironmentHost:
             except WorkerError as error:
                 raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
         raise ServiceError(Reason.ENV_CRASHED, str(last))
-
-    async def _work(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end even if the caller goes away."""
-        return await asyncio.shield(self._background.start(work))
