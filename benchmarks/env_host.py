@@ -3,11 +3,11 @@
 The same game, the same number of episodes at once, each with a task of its own that steps as fast as it is
 answered; steps a second from the first to the last one. Ours: sessions of a hosted source, env_host and its
 workers in processes of their own. Theirs: their client and server. `episodes_64`, `episodes_512`: a light
-step. `blocking`: 64 episodes whose step, an `async` one on both sides, blocks for 50 ms; `blocking_plain`
-and `blocking_mcp` (run only by `--case`): a plain one, which they give a thread for each session, and one on
-their class for environments with tools. `raw` has, beside the pairs, milliseconds of a unary Step and of one
-over Drive with nothing else going on (median), and of an episode from OpenGroup to CloseEpisodes without a
-step.
+step. `blocking`: 64 episodes whose step, an `async` one on both sides, blocks for 50 ms; ours has 32 event
+loops a worker (`threads`). Run only by `--case`: `blocking_plain`, a plain step, for which they have a thread
+for each session, and `blocking_mcp`, one on their class for environments with tools. `raw` has, beside the
+pairs, milliseconds of a unary Step and of one over Drive with nothing else going on (median), and of an
+episode from OpenGroup to CloseEpisodes without a step.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from benchmarks.results import Result
 
 MEASURED = ("benchmarks", "services/env_host/src", "services/kit/src", "client/src/opentinker/environments")
 PAUSE = 0.05
+LOOPS = 32
 BASELINE = "OpenEnv's in-process WebSocket server and client"
 PROBES = 400
 
@@ -108,8 +109,11 @@ class Host:
     def __enter__(self) -> "Host":
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ot-env-host-")))
         entries = {
-            name: {"target": f"benchmarks.env_ours:{target}", "path": [str(ROOT)]}
-            for name, target in (("plain", "Plain"), ("on_the_loop", "OnTheLoop"))
+            name: {"target": f"benchmarks.env_ours:{target}", "path": [str(ROOT)], **more}
+            for name, target, more in (
+                ("plain", "Plain", {}),
+                ("on_the_loop", "OnTheLoop", {"threads": LOOPS}),
+            )
         }
         ready = folder / "ready.json"
         settings = {

@@ -60,8 +60,8 @@ async def play(port: int, sessions: int, steps: int) -> float:
 def application(kind: str, pause: float) -> Any:
     """Their FastAPI application for the game.
 
-    `plain`: `step` is a plain method, which they run in a thread of its session. `on_the_loop`: it is `async`.
-    `mcp`: on their class for environments with tools, which runs it in the loop's default executor.
+    `plain`: `step` is a plain method, which they run in a thread of its session. `on_the_loop`: it is
+    `async`. `mcp`: on their class for environments with tools, which runs it in the loop's default executor.
     """
     from openenv.core.env_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment

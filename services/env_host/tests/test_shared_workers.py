@@ -16,7 +16,7 @@ from services.env_host.tests.test_drive import Stream, begin, error_of, step
 from opentinker_env_host.settings import EnvironmentSettings
 from opentinker_kit.testing.waiting import wait_until
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
-from opentinkerapi.runtime.errors import EnvironmentCrashed, MissingDependency
+from opentinkerapi.runtime.errors import EnvironmentCrashed
 
 LIVE = 500
 
@@ -63,12 +63,29 @@ async def test_with_one_thread_steps_come_one_after_the_other(start: Start) -> N
     assert all(reply.HasField("step") for reply in replies)
 
 
-async def test_threads_are_refused_where_they_mean_nothing(start: Start) -> None:
+def test_threads_are_refused_where_they_mean_nothing() -> None:
     with pytest.raises(ValidationError, match="threads: an exclusive worker"):
         EnvironmentSettings(target="worlds:Counter", exclusive=True, threads=2)
-    host = await start({"waiting": world("Waiting", threads=2)})
-    with pytest.raises(MissingDependency, match="threads: an environment with `async` methods"):
-        await host.open("waiting")
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+async def test_async_steps_that_block_overlap_on_as_many_loops(start: Start, threads: int) -> None:
+    host = await start({"blocking": world("Blocking", threads=threads)}, max_workers=1)
+    episodes = await host.open("blocking", size=8)
+    async with Stream(host) as stream:
+        first = await stream.ask(*map(begin, episodes))
+        began = time.monotonic()
+        replies = await stream.ask(*(step(episode, 1, "0.3") for episode in episodes))
+        past = time.monotonic() - began
+        assert past > 2.3 if threads == 1 else past < 1.5
+        # An episode stays on its loop, and as many are used as there may be.
+        loops = [text_of(reply.begin.pending) for reply in first]
+        assert [text_of(reply.step.pending) for reply in replies] == loops
+        assert len(set(loops)) == threads
+        await host.close(episodes)
+        (next_one,) = await host.open("blocking")
+        (reply,) = await stream.ask(begin(next_one))
+        assert text_of(reply.begin.pending) in loops
 
 
 async def test_a_step_that_leaves_the_program_ends_its_episode_only(start: Start) -> None:

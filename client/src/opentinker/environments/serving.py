@@ -3,7 +3,8 @@
 Plain calls are begun in the order in which they came, by one thread, which is the process's main one. Only
 when a step holds it up (it sleeps, waits for a server, or computes for long) is another thread started, so
 that one episode's step does not hold up the others. The host is told of it, since a call's deadline counts
-from when its turn has come. Each answer is on its way before the next call begins: if that one kills the
+from when its turn has come. `async` calls overlap on one event loop, or on several where that is asked for.
+Each answer is on its way before the next call begins: if that one kills the
 process, all before it are answered.
 """
 
@@ -45,28 +46,74 @@ def serve_in_threads(answer: Answer, source: BinaryIO, sink: FrameSink, most: in
     _Players(answer, source, sink, most).serve()
 
 
-async def serve_overlapping(answer: Answer, source: BinaryIO, sink: FrameSink) -> None:
-    """Play `async` calls, all at once, until the input ends."""
-    loop = asyncio.get_running_loop()
-    running: set[asyncio.Task[None]] = set()
-    ended = asyncio.Event()
+def serve_overlapping(answer: Answer, source: BinaryIO, sink: FrameSink, most: int = 1) -> None:
+    """Play `async` calls, all at once, until the input ends, on so many event loops at most."""
+    asyncio.run(_Loops(answer, source, sink, most).serve())
 
-    async def serve(call: Call) -> None:
-        sink.write(await answer(call))
 
-    def start(calls: list[Call]) -> None:
-        for call in calls:
-            task = loop.create_task(serve(call))
-            running.add(task)
-            task.add_done_callback(running.discard)
+class _Loops:
+    """Event loops, the first of them in the main thread, and the thread that reads.
 
-    def read() -> None:
-        while (frame := frames.read(source)) is not None:
-            loop.call_soon_threadsafe(start, frame[0]["calls"])
-        loop.call_soon_threadsafe(ended.set)
+    More than one is for environments whose `async` methods block. An episode stays on the loop that it began
+    on, since what it made there belongs to it.
+    """
 
-    threading.Thread(target=read, name="frames", daemon=True).start()
-    await ended.wait()
+    def __init__(self, answer: Answer, source: BinaryIO, sink: FrameSink, most: int) -> None:
+        self._answer = answer
+        self._source = source
+        self._sink = sink
+        self._most = most
+        self._loops: list[asyncio.AbstractEventLoop] = []
+        self._places: dict[str, int] = {}
+        self._episodes: list[int] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        ended = asyncio.Event()
+        first = asyncio.get_running_loop()
+        self._add(first)
+
+        def read() -> None:
+            while (frame := frames.read(self._source)) is not None:
+                for call in frame[0]["calls"]:
+                    loop = self._loops[self._place(call)]
+                    loop.call_soon_threadsafe(self._start, loop, call)
+            first.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, name="frames", daemon=True).start()
+        await ended.wait()
+
+    def _place(self, call: Call) -> int:
+        """The loop of the call's episode. Called by the reading thread alone."""
+        name = call.get("episode", "")
+        if call["op"] == "begin" and name not in self._places:
+            self._places[name] = place = self._freest()
+            self._episodes[place] += 1
+        place = self._places.get(name, 0)
+        if call["op"] == "close" and self._places.pop(name, None) is not None:
+            self._episodes[place] -= 1
+        return place
+
+    def _freest(self) -> int:
+        place = self._episodes.index(min(self._episodes))
+        if self._episodes[place] and len(self._loops) < self._most:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
+            self._add(loop)
+            return len(self._loops) - 1
+        return place
+
+    def _add(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loops.append(loop)
+        self._episodes.append(0)
+
+    def _start(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
+        task = loop.create_task(self._serve(call))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _serve(self, call: Call) -> None:
+        self._sink.write(await self._answer(call))
 
 
 class _Players:

@@ -2,15 +2,14 @@
 
 It holds many episodes of one environment class and answers frames (see `frames`) from standard input on its
 original standard output; what the environment prints goes to standard error, the worker's log. How calls
-follow each other is in `serving`. It ends when its input ends, and the kernel ends it when its host dies, even
-in the middle of an endless loop.
+follow each other is in `serving`. It ends when its input ends, and the kernel ends it when its host dies,
+even in the middle of an endless loop.
 
 Request: {"calls": [{"id", "op", "episode", ...}, ...]}. Answer, one for each call: {"id", "answer" | "error",
 "digest", "env_ns"}. {"threads": n}: from now on n calls run at a time.
 """
 
 import argparse
-import asyncio
 import ctypes
 import importlib
 import os
@@ -119,17 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("target", help="module:Class")
     parser.add_argument("--name", default="", help="the name it is hosted under")
     parser.add_argument("--path", action="append", default=[], help="folder to find the module in")
-    parser.add_argument("--threads", type=int, default=0, help="steps at a time; by default as needed")
+    parser.add_argument("--threads", type=int, default=0, help="most threads that play; 0: by itself")
     parser.add_argument("--parent", type=int, default=0, help="process id of the host")
     arguments = parser.parse_args(argv)
     source, sink = _take_standard_streams()
     _die_with(arguments.parent)
     try:
         worker = Worker(load(arguments.target, arguments.path), arguments.name)
-        if worker.concurrent and arguments.threads:
-            raise EnvironmentDefinitionError(
-                "threads: an environment with `async` methods overlaps its steps by itself; leave it out"
-            )
     except Exception as error:
         traceback.print_exc()
         sink.write(frames.encode({"unusable": f"{type(error).__name__}: {error}"}))
@@ -146,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     sink.write(frames.encode({"hello": hello}))
     if worker.concurrent:
-        asyncio.run(serve_overlapping(worker.answer, source, sink))
+        serve_overlapping(worker.answer, source, sink, arguments.threads or 1)
     else:
         serve_in_threads(worker.answer, source, sink, arguments.threads or MAX_THREADS)
     return 0

@@ -27,8 +27,9 @@ class EnvironmentSettings(BaseModel):
     exclusive: bool = False
     """One episode per worker process, for libraries whose randomness is global to the process."""
     threads: int | None = Field(default=None, ge=1, le=256)
-    """Steps at a time in a shared worker of a plain environment; 1 for libraries that are not safe for
-    threads. By default 64, of which none but the first is used unless steps block.
+    """Most threads of a shared worker that play. A plain environment (by default 64) gets a further one only
+    where a step blocks; 1 is for libraries that are not safe for threads. An `async` one (by default 1) gets
+    an event loop in each; more than 1 is for methods that block, and splits what episodes share on a loop.
     """
 
     @model_validator(mode="after")

@@ -90,6 +90,20 @@ class Waiting(Environment):
         return StepResult("slept", reward=1.0, truncated=True)
 
 
+class Blocking(Environment):
+    """Blocks in `async` methods; tells on which loop."""
+
+    async def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return self._see()
+
+    async def step(self, action: Action) -> StepResult:
+        time.sleep(float(action.text))  # noqa: ASYNC251
+        return StepResult(self._see())
+
+    def _see(self) -> Observation:
+        return Observation(str(id(asyncio.get_running_loop())))
+
+
 class Rich(Environment):
     """Messages, images, legal actions, named reward parts."""
 

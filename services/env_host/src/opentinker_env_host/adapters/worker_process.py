@@ -228,7 +228,7 @@ class WorkerProgram:
     log_dir: Path
     start_timeout_s: float
     threads: int | None = None
-    """Steps at a time in one worker; None: as the worker does by itself."""
+    """Most threads that play in one worker; None: as the worker does by itself."""
 
 
 class ProcessLauncher:
