@@ -83,7 +83,9 @@ def build(
         )
         for name, entry in settings.environments.items()
     }
-    limits = HostLimits(settings.max_episodes, settings.max_group_size, settings.journal_steps)
+    limits = HostLimits(
+        settings.max_episodes, settings.max_group_size, settings.journal_steps, settings.max_project_episodes
+    )
     source = f"env_host/{settings.instance_id}" if settings.instance_id else "env_host"
     failures = CountedFailures(BusFailureSink(bus, clock, source))
     host = EnvironmentHost(pools, limits, clock, failures)

@@ -10,7 +10,7 @@ from opentinker_env_host import wire
 from opentinker_env_host.domain.host import EnvironmentHost
 from opentinker_env_host.drive import Drive
 from opentinker_env_host.pages import page_of
-from opentinker_kit.auth import acting_job
+from opentinker_kit.auth import acting_job, acting_project
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.required import checks_its_messages
@@ -66,7 +66,9 @@ class EnvHostServicer(EnvHostServiceServicer):
 
     async def OpenGroup(self, request: pb.OpenGroupRequest, context: Any) -> pb.OpenGroupResponse:
         recipe = wire.recipe_from_proto(request)
-        group = await self._host.open_group(request.request_id, recipe, request.size, acting_job())
+        group = await self._host.open_group(
+            request.request_id, recipe, request.size, acting_job(), acting_project()
+        )
         response = pb.OpenGroupResponse(group=group.name, episodes=group.episodes)
         response.expire_time.FromDatetime(self._clock.now() + timedelta(seconds=recipe.lease_ttl_s))
         return response

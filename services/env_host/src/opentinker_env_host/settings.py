@@ -70,6 +70,8 @@ class EnvHostSettings(ServerSettings):
     """How long a worker may take to import its environment."""
     max_episodes: int = Field(default=8192, ge=1)
     """Open episodes in all."""
+    max_project_episodes: int | None = Field(default=None, ge=1)
+    """Open episodes of one project, where calls are made for jobs (`require_job_tokens`)."""
     max_group_size: int = Field(default=1024, ge=1)
     journal_steps: int = Field(default=2000, ge=0)
     """Longest episode that can be played again after the death of its worker."""
@@ -81,6 +83,8 @@ class EnvHostSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _names(self) -> Self:
+        if self.max_project_episodes is not None and not self.require_job_tokens:
+            raise ValueError("max_project_episodes: without require_job_tokens no call names a project")
         for name in self.environments:
             if not _ID.fullmatch(name):
                 raise ValueError(f"environment name {name!r}: lower-case letters, digits, and _ . - inside")

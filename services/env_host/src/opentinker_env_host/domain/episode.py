@@ -44,6 +44,8 @@ class Episode:
     """Of the host's monotonic clock."""
     owner: str = ""
     """The job that opened it, to which alone it exists; empty: to all."""
+    project: str = ""
+    """Of that job."""
     worker: Worker | None = None
     first: Reply | None = None
     journal: list[Turn] = field(default_factory=list)

@@ -7,7 +7,7 @@ the answer. How an episode is played, and played again when its worker died, is 
 import asyncio
 import json
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -49,6 +49,8 @@ class HostLimits:
     max_episodes: int
     max_group_size: int
     journal_steps: int
+    project_episodes: int | None = None
+    """Open episodes of one project; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ class EnvironmentHost:
         self.opened: Counter[str] = Counter()
         """Episodes so far, by environment."""
         self.steps: Counter[str] = Counter()
+        self.env_seconds: dict[str, float] = defaultdict(float)
+        """Time inside environments, by environment."""
+        self._of_projects: Counter[str] = Counter()
         self.draining = False
 
     @property
@@ -99,6 +104,14 @@ class EnvironmentHost:
     def open_episodes(self) -> int:
         """How many episodes are open."""
         return len(self._episodes)
+
+    def open_by_environment(self) -> Counter[str]:
+        """How many are open, by environment."""
+        return Counter(episode.recipe.environment for episode in self._episodes.values())
+
+    def workers_by_environment(self) -> Counter[str]:
+        """How many worker processes live, by environment."""
+        return Counter({name: len(pool.workers) for name, pool in self._pools.items()})
 
     async def start(self) -> None:
         """Start the pools; one that fails leaves the others alone."""
@@ -151,9 +164,11 @@ class EnvironmentHost:
             )
         return tasks, reply.answer["total"]
 
-    async def open_group(self, request_id: str, recipe: Recipe, size: int, owner: str = "") -> Group:
-        """Open the episodes of a group, for the job `owner` alone where one is named; a repetition gets the
-        first answer.
+    async def open_group(
+        self, request_id: str, recipe: Recipe, size: int, owner: str = "", project: str = ""
+    ) -> Group:
+        """Open the episodes of a group, for the job `owner` of a project alone where one is named; a
+        repetition gets the first answer.
         """
         if self.draining:
             raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
@@ -161,10 +176,10 @@ class EnvironmentHost:
             [recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
         )
         return await self._answers.get(
-            request_id, body, lambda: self._open_group(recipe, size, owner), scope=owner
+            request_id, body, lambda: self._open_group(recipe, size, owner, project), scope=owner
         )
 
-    async def _open_group(self, recipe: Recipe, size: int, owner: str) -> Group:
+    async def _open_group(self, recipe: Recipe, size: int, owner: str, project: str) -> Group:
         pool = self.pool(recipe.environment)
         if not 1 <= size <= self._limits.max_group_size:
             raise ServiceError(
@@ -172,19 +187,15 @@ class EnvironmentHost:
                 f"size must be from 1 to {self._limits.max_group_size}, not {size}",
                 field="size",
             )
-        if len(self._episodes) + size > self._limits.max_episodes:
-            raise ServiceError(
-                Reason.OVERLOADED,
-                f"{len(self._episodes)} episodes are open and {self._limits.max_episodes} is the limit: "
-                "close some, or come back",
-                retry_after_s=1.0,
-            )
+        self._check_room(size, project)
         await self._check_options(pool, recipe.options)
+        self._check_room(size, project)
         now = self._clock.monotonic()
         group = secrets.token_hex(8)
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
         for name in names:
-            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner)
+            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner, project)
+        self._of_projects[project] += size
         self.opened[recipe.environment] += size
         return Group(f"groups/{group}", names)
 
@@ -214,6 +225,9 @@ class EnvironmentHost:
             if self._exists(name, owner):
                 episode = self._episodes.pop(name)
                 episode.closed = True
+                self._of_projects[episode.project] -= 1
+                if not self._of_projects[episode.project]:
+                    del self._of_projects[episode.project]
                 self._background.start(self._player.free(episode))
 
     def renew(self, names: Sequence[str], owner: str = "") -> tuple[list[str], float]:
@@ -275,6 +289,7 @@ class EnvironmentHost:
             answered = Answered(*await self._player.step(episode, action))
             episode.record(seq, key, action, answered)
             self.steps[episode.recipe.environment] += 1
+            self.env_seconds[episode.recipe.environment] += answered.reply.env_s
             return answered
 
     async def _finalize(self, episode: Episode) -> Reply:
@@ -285,6 +300,20 @@ class EnvironmentHost:
             if episode.result is None:
                 episode.result = await self._player.finalize(episode)
             return episode.result
+
+    def _check_room(self, size: int, project: str) -> None:
+        most = self._limits.project_episodes
+        held = self._of_projects[project] if project else 0
+        if project and most is not None and held + size > most:
+            text = f"{held} of the {most} episodes that a project may have open are; close some"
+            raise ServiceError(Reason.QUOTA_EXCEEDED, text, quota=[(f"projects/{project}", text)])
+        if len(self._episodes) + size > self._limits.max_episodes:
+            raise ServiceError(
+                Reason.OVERLOADED,
+                f"{len(self._episodes)} episodes are open and {self._limits.max_episodes} is the limit: "
+                "close some, or come back",
+                retry_after_s=1.0,
+            )
 
     async def _check_options(self, pool: WorkerPool, options: Mapping[str, Any]) -> None:
         key = (pool.name, json.dumps(options, sort_keys=True))
