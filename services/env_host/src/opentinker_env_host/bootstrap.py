@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from opentinker_env_host.adapters.failures import BusFailureSink
+from opentinker_env_host.adapters.journal import FileJournal
 from opentinker_env_host.adapters.metrics import CountedFailures, show
 from opentinker_env_host.adapters.worker_process import ProcessLauncher, WorkerProgram
 from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
@@ -88,7 +89,8 @@ def build(
     )
     source = f"env_host/{settings.instance_id}" if settings.instance_id else "env_host"
     failures = CountedFailures(BusFailureSink(bus, clock, source))
-    host = EnvironmentHost(pools, limits, clock, failures)
+    journal = FileJournal(settings.state_dir / "episodes.journal")
+    host = EnvironmentHost(pools, limits, clock, failures, journal)
     servicer = EnvHostServicer(host, clock)
 
     door = gate(settings, METHODS, ENV_HOST, clock)

@@ -5,10 +5,11 @@ the answer. How an episode is played, and played again when its worker died, is 
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from opentinker_env_host.domain.pool import WorkerPool
 from opentinker_env_host.ports import (
     EnvironmentFacts,
     FailureSink,
+    Journal,
+    NoJournal,
     NoWorkerFree,
     OptionsRefused,
     Reply,
@@ -65,12 +68,18 @@ class EnvironmentHost:
     """See the module's text. All methods raise ServiceError."""
 
     def __init__(
-        self, pools: Mapping[str, WorkerPool], limits: HostLimits, clock: Clock, failures: FailureSink
+        self,
+        pools: Mapping[str, WorkerPool],
+        limits: HostLimits,
+        clock: Clock,
+        failures: FailureSink,
+        journal: Journal | None = None,
     ) -> None:
         self._pools = pools
         self._limits = limits
         self._clock = clock
         self._failures = failures
+        self._journal = journal or NoJournal()
         self._episodes: dict[str, Episode] = {}
         self._answers: FirstAnswers[Group] = FirstAnswers(clock)
         self._checked: set[tuple[str, str]] = set()
@@ -89,9 +98,7 @@ class EnvironmentHost:
     def playable(self) -> dict[str, WorkerPool]:
         """The environments that can be played, by name."""
         if not self._started:
-            raise ServiceError(
-                Reason.SERVER_STARTING, "the first workers are still starting", retry_after_s=0.5
-            )
+            raise _starting()
         return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
 
     def facts(self, environment: str) -> EnvironmentFacts:
@@ -114,12 +121,20 @@ class EnvironmentHost:
         return Counter({name: len(pool.workers) for name, pool in self._pools.items()})
 
     async def start(self) -> None:
-        """Start the pools; one that fails leaves the others alone."""
+        """Start the pools; one that fails leaves the others alone. Episodes that a host before this one had
+        are played again when they are asked for, and have until then a lease of their whole time.
+        """
+        for episode in self._journal.load():
+            if episode.recipe.environment in self._pools:
+                episode.renew(self._clock.monotonic())
+                self._episodes[episode.name] = episode
+                self._of_projects[episode.project] += 1
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
         self._started = True
 
     async def stop(self) -> None:
-        """Kill all workers; what was running fails."""
+        """Kill all workers; what was running fails here, and goes on where the host is started again."""
+        self._journal.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         self._background.cancel()
 
@@ -195,6 +210,7 @@ class EnvironmentHost:
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
         for name in names:
             self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner, project)
+        self._journal.opened([self._episodes[name] for name in names])
         self._of_projects[project] += size
         self.opened[recipe.environment] += size
         return Group(f"groups/{group}", names)
@@ -225,6 +241,7 @@ class EnvironmentHost:
             if self._exists(name, owner):
                 episode = self._episodes.pop(name)
                 episode.closed = True
+                self._journal.closed(name)
                 self._of_projects[episode.project] -= 1
                 if not self._of_projects[episode.project]:
                     del self._of_projects[episode.project]
@@ -249,6 +266,7 @@ class EnvironmentHost:
             if rounds % MEMORY_EVERY == 0:
                 for pool in self._pools.values():
                     pool.check_memory()
+                self._journal.tidy(list(self._episodes.values()))
 
     async def reap(self) -> None:
         """End the episodes whose lease is over."""
@@ -265,36 +283,54 @@ class EnvironmentHost:
         return episode is not None and owner in ("", episode.owner)
 
     def _episode(self, name: str, owner: str) -> Episode:
+        if not self._started:
+            raise _starting()
         if not self._exists(name, owner):
             raise not_found(name)
         episode = self._episodes[name]
         episode.renew(self._clock.monotonic())
         return episode
 
-    async def _begin(self, episode: Episode) -> Reply:
+    @contextlib.asynccontextmanager
+    async def _at(self, episode: Episode) -> AsyncIterator[None]:
+        """Work on an episode that answers, alone, and with its answers at hand. Once it failed it is not kept
+        for a host that comes after this one.
+        """
         async with episode.lock:
             episode.check_alive()
+            try:
+                if episode.cold:
+                    await self._player.warm(episode)
+                yield
+            except ServiceError:
+                if episode.failure is not None:
+                    self._journal.closed(episode.name)
+                raise
+
+    async def _begin(self, episode: Episode) -> Reply:
+        async with self._at(episode):
             if episode.first is None:
                 if self.draining:
                     raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
                 episode.first = await self._player.begin(episode)
+                episode.first_digest = episode.first.digest
+                self._journal.begun(episode)
             return episode.first
 
     async def _step(self, episode: Episode, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
-        async with episode.lock:
-            episode.check_alive()
+        async with self._at(episode):
             stored = episode.check_step(seq, key)
             if stored is not None:
                 return stored
             answered = Answered(*await self._player.step(episode, action))
             episode.record(seq, key, action, answered)
+            self._journal.stepped(episode)
             self.steps[episode.recipe.environment] += 1
             self.env_seconds[episode.recipe.environment] += answered.reply.env_s
             return answered
 
     async def _finalize(self, episode: Episode) -> Reply:
-        async with episode.lock:
-            episode.check_alive()
+        async with self._at(episode):
             if episode.first is None:
                 raise ServiceError(Reason.INVALID_STATE, f"{episode.name} has not begun: call Begin first")
             if episode.result is None:
@@ -345,3 +381,7 @@ class EnvironmentHost:
             except WorkerError as error:
                 raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
         raise ServiceError(Reason.ENV_CRASHED, str(last))
+
+
+def _starting() -> ServiceError:
+    return ServiceError(Reason.SERVER_STARTING, "the first workers are still starting", retry_after_s=0.5)
