@@ -129,7 +129,7 @@ class EnvHostServiceServicer(object):
 
     def Begin(self, request, context):
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
         Retry: safe; the same observation again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -138,7 +138,7 @@ class EnvHostServiceServicer(object):
 
     def Step(self, request, context):
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe with the same seq.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,7 +147,7 @@ class EnvHostServiceServicer(object):
 
     def Finalize(self, request, context):
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -38,17 +38,17 @@ class EnvHostServiceStub:
     """
     Begin: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.BeginRequest, _env_host_service_pb2.BeginResponse]
     """Begin resets an episode and returns the first observation.
-    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
     Retry: safe; the same observation again.
     """
     Step: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.StepRequest, _env_host_service_pb2.StepResponse]
     """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe with the same seq.
     """
     Finalize: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.FinalizeRequest, _env_host_service_pb2.FinalizeResponse]
     """Finalize ends scoring and returns the rewards of the whole episode.
-    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe.
     """
     Drive: _aio.StreamStreamMultiCallable[_env_host_service_pb2.DriveRequest, _env_host_service_pb2.DriveResponse]
@@ -121,7 +121,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.BeginRequest, _abc.Awaitable[_env_host_service_pb2.BeginResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.BeginResponse]:
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
         Retry: safe; the same observation again.
         """
 
@@ -132,7 +132,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.StepRequest, _abc.Awaitable[_env_host_service_pb2.StepResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.StepResponse]:
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe with the same seq.
         """
 
@@ -143,7 +143,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.FinalizeRequest, _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]:
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
 

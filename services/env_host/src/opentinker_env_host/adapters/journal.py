@@ -1,4 +1,4 @@
-"""What episodes were made of and what they answered, in a file, so that a host that is started again has them.
+"""What episodes were made of and what they answered, in a file, for a host that is started again.
 
 Lines of JSON, each written before the caller is answered: whatever a caller has seen is here, even if the
 process is killed then. (A machine that loses its power may lose the last lines; their episodes are then out
