@@ -148,7 +148,7 @@ class Host:
         from opentinker.environments.types import Action
 
         case = self._case
-        sessions = []
+        sessions: list[Any] = []
         for seed in range(case.episodes):
             sessions += await self._source.open_group(task={}, seed=seed, size=1)
         await asyncio.gather(*(session.begin() for session in sessions))

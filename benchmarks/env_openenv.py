@@ -67,10 +67,10 @@ def application(kind: str, pause: float) -> Any:
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
 
-    class GameAction(Action):
+    class GameAction(Action):  # type: ignore[misc]
         text: str = ""
 
-    class GameObservation(Observation):
+    class GameObservation(Observation):  # type: ignore[misc]
         text: str = ""
 
     class PlainGame(Environment[GameAction, GameObservation, State]):  # type: ignore[misc]
@@ -141,7 +141,7 @@ def main() -> None:
     arguments = parser.parse_args()
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(application(arguments.kind, arguments.pause), log_level="warning")
+    config = uvicorn.Config(application(arguments.kind, arguments.pause), log_level="critical")
     server = uvicorn.Server(config)
 
     def follow() -> None:

@@ -31,12 +31,12 @@ def test_the_game_never_ends_and_the_same_seed_is_the_same_game() -> None:
 async def test_our_environments_are_that_game() -> None:
     game, plain, on_the_loop = Game(), Plain(), OnTheLoop()
     first = game.reset(3)
-    assert plain.reset(seed=3, task={}).text == first  # type: ignore[union-attr]
+    assert plain.reset(seed=3, task={}).text == first
     assert (await on_the_loop.reset(seed=3, task={})).text == first
     for guess in ("1", "999", "no number"):
         said, reward = game.step(guess)
         for result in (plain.step(Action(guess)), await on_the_loop.step(Action(guess))):
-            assert (result.observation.text, result.reward.value, result.done) == (said, reward, False)  # type: ignore[union-attr]
+            assert (result.observation.text, result.reward.value, result.done) == (said, reward, False)
 
 
 def test_a_case_that_there_is_not_is_refused_before_anything_starts() -> None:

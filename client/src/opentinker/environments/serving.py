@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol
 
@@ -29,7 +29,7 @@ _IDLE_S = 10.0
 """After so long without a call an added thread ends."""
 
 Call = Mapping[str, Any]
-Answer = Callable[[Call], Awaitable[bytes]]
+Answer = Callable[[Call], Coroutine[Any, Any, bytes]]
 """The frame that answers a call; never raises."""
 
 

@@ -42,7 +42,7 @@ class Counter(Environment):
             os._exit(3)
         if verb == "die once" and self._flag is not None and not self._flag.exists():
             self._flag.touch()
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)  # to this thread, as a fault would
         if verb == "exit":
             sys.exit("enough")
         if verb == "raise":
