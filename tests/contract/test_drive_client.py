@@ -147,7 +147,7 @@ async def test_calls_of_many_sessions_share_messages(where: grpc.aio.Channel, be
     assert between.streams == 1
     assert not between.unary
     assert sum(between.messages) == sum(len(seen) for seen in played)
-    assert len(between.messages) < sum(between.messages) / 2
+    assert max(between.messages) > 1
 
 
 @pytest.mark.parametrize("responses", [0, 1, 2, 5])

@@ -18,6 +18,7 @@ from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceStub
 from opentinkerapi.runtime.errors import (
     Cancelled,
+    InternalError,
     OpenTinkerError,
     PermissionDenied,
     Unimplemented,
@@ -160,7 +161,10 @@ class _Stream:
             error = typed_error(Reason.CONNECTION_LOST, "the host ended the stream")
         except grpc.RpcError as failure:
             typed = from_rpc_error(failure)
-            if not isinstance(typed, Cancelled):  # a host that stops cancels what it has no time for
+            # A host that stops cancels what it has no time for; gRPC calls it internal, without an error id,
+            # where a message could not be sent because the stream had just ended.
+            broken = isinstance(typed, InternalError) and not typed.error_id
+            if not isinstance(typed, Cancelled) and not broken:
                 error = typed
         finally:
             self._end(error)
