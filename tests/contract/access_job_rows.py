@@ -54,6 +54,10 @@ def _step(w: World) -> env.StepRequest:
     return env.StepRequest(episode=w.episode, seq=7, actions=[action])
 
 
+def _drive(w: World) -> env.DriveRequest:
+    return env.DriveRequest(calls=[env.DriveCall(begin=env.BeginRequest(episode=w.episode))])
+
+
 def _chat(w: World) -> inference.RenderChatRequest:
     return inference.RenderChatRequest(messages=[content_pb2.ChatMessage(role="user")])
 
@@ -167,6 +171,8 @@ _ENV_HOST: Mapping[str, Row] = {
     "Begin": Row(JOB, lambda w: env.BeginRequest(episode=w.episode), "EPISODE_NOT_FOUND"),
     "Step": Row(JOB, _step, "EPISODE_NOT_FOUND", changes=True),
     "Finalize": Row(JOB, lambda w: env.FinalizeRequest(episode=w.episode), "EPISODE_NOT_FOUND", changes=True),
+    # What B is told of an episode of A is in the reply: see test_drive_hides_the_episodes_of_others.
+    "Drive": Row(JOB, _drive),
     "CloseEpisodes": Row(JOB, lambda w: env.CloseEpisodesRequest(episodes=[w.episode]), changes=True),
     "RenewLease": Row(JOB, lambda w: env.RenewLeaseRequest(episodes=[w.episode])),
 }

@@ -132,6 +132,22 @@ class World:
                 running.cancel()
         return "OK", "" if answer is grpc.aio.EOF else str(answer)
 
+    async def ask_all(
+        self, method: MethodDescriptor, requests: list[Message], key: str, token: str = ""
+    ) -> str:
+        """The reason that a stream of these ends with, after all that it answers."""
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        response_class = message_factory.GetMessageClass(method.output_type)
+        async with open_channel(self.addresses[method.containing_service.name]) as channel:
+            kind: Any = channel.stream_stream
+            call = kind(path, lambda message: message.SerializeToString(), response_class.FromString)
+            try:
+                async for _ in call(iter(requests), metadata=auth_metadata(key, token), timeout=20.0):
+                    pass
+            except grpc.RpcError as error:
+                return str(from_rpc_error(error).reason)
+        return "OK"
+
 
 @contextlib.asynccontextmanager
 async def open_world(folder: Path, model_dir: Path) -> AsyncIterator[World]:

@@ -112,6 +112,25 @@ async def test_job_tokens(world: World, name: str) -> None:
             )
 
 
+async def test_drive_hides_the_episodes_of_others(world: World) -> None:
+    name = "EnvHostService.Drive"
+    for token, told in {"own": "begin {", "other": "error {", "sibling": "error {"}.items():
+        reason, answer = await world.ask(METHODS[name], [ROWS[name].ask(world)], "", world.tokens[token])
+        assert reason == "OK"
+        assert told in answer, token
+        assert ("code: 5" in answer) == (told == "error {")
+
+
+async def test_a_stream_goes_no_further_than_its_token(world: World) -> None:
+    """Each message of a stream may bring another token; what it may not bring is one that is not valid."""
+    name = "EnvHostService.Drive"
+    for token, told in {"expired": "STALE_ATTEMPT", "forged": "UNAUTHENTICATED", "own": "OK"}.items():
+        own, later = ROWS[name].ask(world), ROWS[name].ask(world)
+        later.job_token = world.tokens[token]  # type: ignore[attr-defined]
+        reasons = await world.ask_all(METHODS[name], [own, later], "", world.tokens["own"])
+        assert reasons == told, token
+
+
 async def test_nothing_of_a_was_changed(world: World) -> None:
     """After all that everybody tried: A's things are there, and the audit log tells who was refused."""
     for name in ("SchedulerService.GetJob", "CatalogService.GetCheckpoint", "RunService.GetRun"):

@@ -29,6 +29,12 @@ def world(name: str, **options: Any) -> EnvironmentSettings:
     return EnvironmentSettings(target=f"worlds:{name}", path=(WORLDS,), **options)
 
 
+async def stop(host: "Running") -> None:
+    """Stop a host as its process does; the fixture finds it stopped."""
+    await host.env_host.server.drain()
+    await host.env_host.stop()
+
+
 class RecordingBus(NullEventBus):
     """Keeps what is published."""
 
@@ -120,9 +126,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         env_host = build(
             EnvHostSettings(
                 environments=environments or {"counter": world("Counter")},
-                state_dir=tmp_path / f"state-{len(started)}",
-                drain_s=1.0,
-                **settings,
+                **{"state_dir": tmp_path / f"state-{len(started)}", "drain_s": 1.0, **settings},
             ),
             bus=None if real_bus else bus,
         )

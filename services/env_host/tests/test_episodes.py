@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
+from pydantic import ValidationError
 from services.env_host.tests.conftest import Start, text_of, world
 
+from opentinker_env_host.settings import EnvHostSettings
 from opentinkerapi.data.v1 import trajectory_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1 import environment_pb2
@@ -157,6 +159,11 @@ async def test_more_episodes_than_allowed_are_refused_until_some_are_closed(star
     assert raised.value.retry_after_s == 1.0
     await host.close(open_ones)
     await host.open(size=2)
+
+
+def test_a_quota_of_projects_that_nobody_names_is_refused() -> None:
+    with pytest.raises(ValidationError, match="max_project_episodes: without require_job_tokens"):
+        EnvHostSettings(max_project_episodes=3)
 
 
 async def test_what_the_environment_raises_ends_its_episode_only(start: Start) -> None:

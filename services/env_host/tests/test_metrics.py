@@ -19,5 +19,8 @@ async def test_episodes_and_steps(start: Start) -> None:
     assert page.value("opentinker_env_host_episodes") == 1
     assert page.value("opentinker_env_host_episodes_opened_total", environment="counter") == 2
     assert page.value("opentinker_env_host_steps_total", environment="counter") == 1
+    assert page.value("opentinker_env_host_environment_episodes", environment="counter") == 1
+    assert page.value("opentinker_env_host_workers", environment="counter") == 1
+    assert 0 < page.value("opentinker_env_host_environment_seconds_total", environment="counter") < 1
     method = "env.v1.EnvHostService/Step"
     assert page.value("opentinker_rpc_seconds_count", method=method, reason="OK") == 2

@@ -203,6 +203,28 @@ async def test_a_lease_lasts_its_time_from_the_last_sign_of_life() -> None:
     await host.stop()
 
 
+async def test_a_project_has_no_more_episodes_than_its_quota() -> None:
+    pool = WorkerPool("sums", FakeLauncher(), PoolLimits(1, 2, 2, 1000, 1 << 40))
+    host = EnvironmentHost(
+        {"sums": pool}, HostLimits(20, 10, 1000, project_episodes=3), ManualClock(), Failures()
+    )
+    await host.start()
+    recipe = Recipe("sums", 7, {}, {}, TTL_S, 1.0)
+    first = await host.open_group("r1", recipe, 2, "jobs/a", "p")
+    with pytest.raises(ServiceError, match="2 of the 3 episodes") as raised:
+        await host.open_group("r2", recipe, 2, "jobs/b", "p")
+    assert raised.value.reason is Reason.QUOTA_EXCEEDED
+    assert raised.value.quota[0][0] == "projects/p"
+    await host.open_group("r3", recipe, 3, "jobs/c", "other")
+    # Without a project nobody's quota is asked for; the host's own limit is.
+    await host.open_group("r4", recipe, 4)
+    await host.close([first.episodes[0], "episodes/none"], "jobs/a")
+    await host.open_group("r2", recipe, 2, "jobs/b", "p")
+    with refused(Reason.QUOTA_EXCEEDED):
+        await host.open_group("r5", recipe, 1, "jobs/a", "p")
+    await host.stop()
+
+
 async def test_request_ids_are_kept_for_an_hour() -> None:
     clock = ManualClock()
     pool = WorkerPool("sums", FakeLauncher(), PoolLimits(1, 2, 2, 1000, 1 << 40))

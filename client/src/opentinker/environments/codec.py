@@ -18,6 +18,8 @@ from opentinker.environments.types import AGENT, Action, Observation
 Plain = dict[str, Any]
 Blobs = list[bytes]
 
+_dump_sorted = json.JSONEncoder(sort_keys=True).encode
+
 
 def plain_observations(observations: Observations, blobs: Blobs) -> Plain:
     """Whose move it is and what they see, as a plain value; appends to `blobs`."""
@@ -92,7 +94,7 @@ def digest(answer: Mapping[str, Any], blobs: Sequence[bytes]) -> str:
             name: {key: value for key, value in each.items() if key != "info"}
             for name, each in seen["observations"].items()
         }
-    state = hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16)
+    state = hashlib.blake2b(_dump_sorted(seen).encode(), digest_size=16)
     for blob in blobs:
         state.update(len(blob).to_bytes(8, "little"))
         state.update(blob)

@@ -15,12 +15,14 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 Frame = tuple[dict[str, Any], list[bytes]]
 
+_dump = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def encode(header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
     """The bytes of one frame."""
     if blobs:
         header = {**header, "blobs": [len(blob) for blob in blobs]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _dump(header).encode()
     tail = b"".join(blobs)
     return PREFIX.pack(len(text), len(tail)) + text + tail
 

@@ -18,6 +18,7 @@ import grpc.aio
 from opentinker.environments.agents import Actions, JointResult, JointStep, Observations
 from opentinker.environments.base import EnvironmentInfo, Task
 from opentinker.environments.content import dump_json
+from opentinker.environments.drive import EpisodeCalls
 from opentinker.environments.session import END_REASON, EnvironmentSession, OneAgent, typed_error
 from opentinker.environments.types import EndReason, Observation
 from opentinker.environments.wire import (
@@ -88,8 +89,8 @@ class HostedSession(OneAgent):
 
     async def finalize_all(self) -> JointResult:
         async def call() -> JointResult:
-            request = pb.FinalizeRequest(episode=self._episode, job_token=self._owner.job_token)
-            return result_from_proto(await self._owner.call(self._owner.stub.Finalize, request))
+            request = pb.FinalizeRequest(episode=self._episode)
+            return result_from_proto(await self._owner.call(self._owner.calls.finalize, request))
 
         return await self._held(call)
 
@@ -97,21 +98,16 @@ class HostedSession(OneAgent):
         await self._owner.release([self._episode])
 
     async def _begin(self) -> Observations:
-        request = pb.BeginRequest(episode=self._episode, job_token=self._owner.job_token)
-        answer = await self._owner.call(self._owner.stub.Begin, request)
+        request = pb.BeginRequest(episode=self._episode)
+        answer = await self._owner.call(self._owner.calls.begin, request)
         observations = observations_from_proto(answer.pending)
         if not observations:
             raise typed_error(Reason.ENV_CRASHED, "the environment gave no first observation")
         return observations
 
     async def _step(self, actions: Actions, seq: int) -> JointStep:
-        request = pb.StepRequest(
-            episode=self._episode,
-            seq=seq,
-            actions=actions_to_proto(actions),
-            job_token=self._owner.job_token,
-        )
-        answer = await self._owner.call(self._owner.stub.Step, request)
+        request = pb.StepRequest(episode=self._episode, seq=seq, actions=actions_to_proto(actions))
+        answer = await self._owner.call(self._owner.calls.step, request)
         self._env_seconds += answer.env_time.ToTimedelta().total_seconds()
         self._replays += answer.replayed
         return step_from_proto(answer)
@@ -160,6 +156,7 @@ class HostedEnvironment:
         self.stub = EnvHostServiceStub(channel)
         self.info = info
         self._job_token = job_token
+        self.calls = EpisodeCalls(self.stub, lambda: self.job_token)
         self.options = dict(options)
         self._name = f"environments/{info.name}"
         self._options_json = dump_json(self.options) if options else ""
@@ -246,6 +243,7 @@ class HostedEnvironment:
     async def close(self) -> None:
         """Close what is open and stop renewing."""
         await self.release(list(self._episodes))
+        self.calls.close()
         if self._renewals is not None:
             self._renewals.cancel()
             self._renewals = None
@@ -264,6 +262,8 @@ class HostedEnvironment:
                 return await method(request, timeout=timeout)
             except grpc.RpcError as error:
                 typed = from_rpc_error(error)
+            except Unavailable as error:
+                typed = error
             if not isinstance(typed, Unavailable) or time.monotonic() + pause > give_up:
                 raise typed from None
             await asyncio.sleep(pause)

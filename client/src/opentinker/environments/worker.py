@@ -1,15 +1,15 @@
 """The program that env_host starts for each worker: `python -m opentinker.environments.worker module:Class`.
 
 It holds many episodes of one environment class and answers frames (see `frames`) from standard input on its
-original standard output; what the environment prints goes to standard error, the worker's log. Plain
-environments are played one call after the other, in the order of the frames; `async` ones overlap. It ends
-when its input ends, and the kernel ends it when its host dies, even in the middle of an endless loop.
+original standard output; what the environment prints goes to standard error, the worker's log. How calls
+follow each other is in `serving`. It ends when its input ends, and the kernel ends it when its host dies,
+even in the middle of an endless loop.
 
-Request: {"id", "op", "episode", ...}. Answer: {"id", "answer" | "error", "digest", "env_ns"}.
+Request: {"calls": [{"id", "op", "episode", ...}, ...]}. Answer, one for each call: {"id", "answer" | "error",
+"digest", "env_ns"}. {"threads": n}: from now on n calls run at a time.
 """
 
 import argparse
-import asyncio
 import ctypes
 import importlib
 import os
@@ -31,7 +31,8 @@ from opentinker.environments.base import (
 )
 from opentinker.environments.content import plain_json
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
-from opentinker.environments.runner import EnvironmentRaised, Runner, run_now
+from opentinker.environments.runner import EnvironmentRaised, Runner
+from opentinker.environments.serving import MAX_THREADS, serve_in_threads, serve_overlapping
 
 Answer = tuple[dict[str, Any], list[bytes]]
 _PR_SET_PDEATHSIG = 1
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("target", help="module:Class")
     parser.add_argument("--name", default="", help="the name it is hosted under")
     parser.add_argument("--path", action="append", default=[], help="folder to find the module in")
+    parser.add_argument("--threads", type=int, default=0, help="most threads that play; 0: by itself")
     parser.add_argument("--parent", type=int, default=0, help="process id of the host")
     arguments = parser.parse_args(argv)
     source, sink = _take_standard_streams()
@@ -141,9 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     }
     sink.write(frames.encode({"hello": hello}))
     if worker.concurrent:
-        asyncio.run(_serve_overlapping(worker, source, sink))
+        serve_overlapping(worker.answer, source, sink, arguments.threads or 1)
     else:
-        _serve_in_order(worker, source, sink)
+        serve_in_threads(worker.answer, source, sink, arguments.threads or MAX_THREADS)
     return 0
 
 
@@ -161,33 +163,6 @@ def load(target: str, path: list[str]) -> EnvironmentClass:
     return cls
 
 
-def _serve_in_order(worker: Worker, source: BinaryIO, sink: "Sink") -> None:
-    while (frame := frames.read(source)) is not None:
-        sink.write(run_now(worker.answer(frame[0])))
-
-
-async def _serve_overlapping(worker: Worker, source: BinaryIO, sink: "Sink") -> None:
-    loop = asyncio.get_running_loop()
-    running: set[asyncio.Task[None]] = set()
-    ended = asyncio.Event()
-
-    async def serve(request: Mapping[str, Any]) -> None:
-        sink.write(await worker.answer(request))
-
-    def start(request: Mapping[str, Any]) -> None:
-        task = loop.create_task(serve(request))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-    def read() -> None:
-        while (frame := frames.read(source)) is not None:
-            loop.call_soon_threadsafe(start, frame[0])
-        loop.call_soon_threadsafe(ended.set)
-
-    threading.Thread(target=read, name="frames", daemon=True).start()
-    await ended.wait()
-
-
 def _take_standard_streams() -> tuple[BinaryIO, "Sink"]:
     """The pipe to the host, out of reach of what the environment prints or reads."""
     source = os.fdopen(os.dup(0), "rb")
@@ -200,16 +175,18 @@ def _take_standard_streams() -> tuple[BinaryIO, "Sink"]:
 
 
 class Sink:
-    """Writes whole frames to a pipe, whose `write` may take less than it is given."""
+    """Writes whole frames to a pipe, whose `write` may take less than it is given. Any thread may."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         try:
-            while view:
-                view = view[os.write(self._fd, view) :]
+            with self._lock:
+                while view:
+                    view = view[os.write(self._fd, view) :]
         except BrokenPipeError:
             # The host is gone; so is everyone who could be told.
             os._exit(0)

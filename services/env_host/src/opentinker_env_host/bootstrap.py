@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from opentinker_env_host.adapters.failures import BusFailureSink
+from opentinker_env_host.adapters.journal import FileJournal
 from opentinker_env_host.adapters.metrics import CountedFailures, show
 from opentinker_env_host.adapters.worker_process import ProcessLauncher, WorkerProgram
 from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
@@ -83,16 +84,20 @@ def build(
         )
         for name, entry in settings.environments.items()
     }
-    limits = HostLimits(settings.max_episodes, settings.max_group_size, settings.journal_steps)
+    limits = HostLimits(
+        settings.max_episodes, settings.max_group_size, settings.journal_steps, settings.max_project_episodes
+    )
     source = f"env_host/{settings.instance_id}" if settings.instance_id else "env_host"
     failures = CountedFailures(BusFailureSink(bus, clock, source))
-    host = EnvironmentHost(pools, limits, clock, failures)
+    journal = FileJournal(settings.state_dir / "episodes.journal")
+    host = EnvironmentHost(pools, limits, clock, failures, journal)
     servicer = EnvHostServicer(host, clock)
 
     door = gate(settings, METHODS, ENV_HOST, clock)
 
     async def drain() -> None:
         host.draining = True
+        servicer.end_streams()
 
     server = build_server(
         settings,
@@ -127,6 +132,7 @@ def _program(settings: EnvHostSettings, name: str, entry: EnvironmentSettings) -
         python=entry.python or settings.default_python,
         log_dir=settings.state_dir / "logs" / "workers",
         start_timeout_s=settings.start_timeout_s,
+        threads=entry.threads,
     )
 
 

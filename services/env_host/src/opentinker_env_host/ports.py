@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from opentinker_env_host.domain.episode import Episode
 
 Plain = Mapping[str, Any]
 """A JSON object; images and arrays in it are indices into the byte strings beside it."""
@@ -106,6 +109,65 @@ class WorkerLauncher(Protocol):
     async def start(self) -> Worker:
         """A worker that has imported its environment. WorkerUnusable if it cannot."""
         ...
+
+
+class Journal(Protocol):
+    """Keeps what a host that is started again needs to play its episodes again; each call returns when it is
+    kept.
+    """
+
+    def load(self) -> "list[Episode]":
+        """What was open; expired until renewed."""
+        ...
+
+    def opened(self, episodes: "Sequence[Episode]") -> None:
+        """Episodes were opened."""
+        ...
+
+    def begun(self, episode: "Episode") -> None:
+        """The first observation was given."""
+        ...
+
+    def stepped(self, episode: "Episode") -> None:
+        """A step was answered."""
+        ...
+
+    def closed(self, name: str) -> None:
+        """An episode is over."""
+        ...
+
+    def tidy(self, episodes: "Sequence[Episode]") -> None:
+        """Now and then: these are all that are open."""
+        ...
+
+    def close(self) -> None:
+        """The host stops."""
+        ...
+
+
+class NoJournal:
+    """Keeps nothing: who starts again has no episodes."""
+
+    def load(self) -> "list[Episode]":
+        return []
+
+    def opened(self, episodes: "Sequence[Episode]") -> None:
+        return None
+
+    def begun(self, episode: "Episode") -> None:
+        return None
+
+    def stepped(self, episode: "Episode") -> None:
+        return None
+
+    def closed(self, name: str) -> None:
+        return None
+
+    def tidy(self, episodes: "Sequence[Episode]") -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 class FailureSink(Protocol):

@@ -26,6 +26,17 @@ class EnvironmentSettings(BaseModel):
     """
     exclusive: bool = False
     """One episode per worker process, for libraries whose randomness is global to the process."""
+    threads: int | None = Field(default=None, ge=1, le=256)
+    """Most threads of a shared worker that play. A plain environment (by default 64) gets a further one only
+    where a step blocks; 1 is for libraries that are not safe for threads. An `async` one (by default 1) gets
+    an event loop in each; more than 1 is for methods that block, and splits what episodes share on a loop.
+    """
+
+    @model_validator(mode="after")
+    def _one_step_at_a_time(self) -> Self:
+        if self.exclusive and self.threads is not None:
+            raise ValueError("threads: an exclusive worker has one episode, and so one step at a time")
+        return self
 
 
 def _shipped() -> dict[str, EnvironmentSettings]:
@@ -59,6 +70,8 @@ class EnvHostSettings(ServerSettings):
     """How long a worker may take to import its environment."""
     max_episodes: int = Field(default=8192, ge=1)
     """Open episodes in all."""
+    max_project_episodes: int | None = Field(default=None, ge=1)
+    """Open episodes of one project, where calls are made for jobs (`require_job_tokens`)."""
     max_group_size: int = Field(default=1024, ge=1)
     journal_steps: int = Field(default=2000, ge=0)
     """Longest episode that can be played again after the death of its worker."""
@@ -70,6 +83,8 @@ class EnvHostSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _names(self) -> Self:
+        if self.max_project_episodes is not None and not self.require_job_tokens:
+            raise ValueError("max_project_episodes: without require_job_tokens no call names a project")
         for name in self.environments:
             if not _ID.fullmatch(name):
                 raise ValueError(f"environment name {name!r}: lower-case letters, digits, and _ . - inside")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,7 +42,9 @@ class Counter(Environment):
             os._exit(3)
         if verb == "die once" and self._flag is not None and not self._flag.exists():
             self._flag.touch()
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)  # to this thread, as a fault would
+        if verb == "exit":
+            sys.exit("enough")
         if verb == "raise":
             raise RuntimeError("the goblin left")
         if verb == "nan":
@@ -87,6 +90,20 @@ class Waiting(Environment):
         return StepResult("slept", reward=1.0, truncated=True)
 
 
+class Blocking(Environment):
+    """Blocks in `async` methods; tells on which loop."""
+
+    async def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return self._see()
+
+    async def step(self, action: Action) -> StepResult:
+        time.sleep(float(action.text))  # noqa: ASYNC251
+        return StepResult(self._see())
+
+    def _see(self) -> Observation:
+        return Observation(str(id(asyncio.get_running_loop())))
+
+
 class Rich(Environment):
     """Messages, images, legal actions, named reward parts."""
 
@@ -98,6 +115,16 @@ class Rich(Environment):
     def step(self, action: Action) -> StepResult:
         seen = Observation(["look", Image(b"\x89PNG" + bytes(1000))], legal_actions=["left", "right"])
         return StepResult(seen, reward=Reward(1.0, components={"style": 0.25, "truth": 0.75}))
+
+
+class Large(Environment):
+    """Answers of a megabyte, or as large as the action says."""
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return Observation("x" * 1_000_000)
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult("x" * int(action.text))
 
 
 class Broken:

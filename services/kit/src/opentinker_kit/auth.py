@@ -248,6 +248,17 @@ class AuthPolicy:
             raise ServiceError(Reason.UNAUTHENTICATED, text, field="job_token")
         return principal
 
+    async def for_message(self, method: str, principal: Principal, message: Any) -> Principal:
+        """The principal of a further message of a stream: as `for_request` says, where the message has a
+        `job_token`. STALE_ATTEMPT once the lease of the token that counts is over.
+        """
+        if "job_token" not in message.DESCRIPTOR.fields_by_name:
+            return principal
+        found = await self.for_request(method, principal, message)
+        if found is principal and principal.job and self._tokens is not None:
+            await self._tokens.verify(principal.job_token)
+        return found
+
     async def _principal(self, pairs: Mapping[str, str]) -> Principal | None:
         token = pairs.get(JOB_TOKEN, "")
         if self._bootstrap is None and self._service is None:

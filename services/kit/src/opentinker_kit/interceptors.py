@@ -19,7 +19,7 @@ import structlog
 
 from opentinker_kit.auth import AuthPolicy, Principal, set_principal
 from opentinker_kit.errors import ServiceError, internal_error, new_error_id
-from opentinker_kit.required import check_required
+from opentinker_kit.required import check_required, is_checked_by
 from opentinkerapi.runtime import tracing
 from opentinkerapi.runtime.channels import MAX_MESSAGE_BYTES
 from opentinkerapi.runtime.reasons import CATALOGUE, Reason
@@ -149,19 +149,28 @@ class _Call:
             return _ignore
         return tracing.serving(self.method, context.invocation_metadata() or ())
 
-    async def admit(self, request: Any) -> Any:
+    async def admit(self, request: Any, *, complete: bool = True) -> Any:
         """The request, if its handler may have it: parsed, complete, and for a job where that is needed."""
-        checked = check_request(request)
+        checked = check_request(request, complete=complete)
         if self._request is None:
             self._request = checked
             self._principal = await self._auth.for_request(self.method, self._principal, checked)
             set_principal(self._principal)
         return checked
 
-    async def admit_each(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The messages of a stream, each checked; the first one says for which job."""
+    async def admit_each(self, requests: AsyncIterator[Any], *, complete: bool = True) -> AsyncIterator[Any]:
+        """The messages of a stream, each checked. The first one says for which job; where they have tokens of
+        their own, so does each, and none is taken with a token that is too old by then.
+        """
         async for request in requests:
-            yield await self.admit(request)
+            first = self._request is None
+            checked = await self.admit(request, complete=complete)
+            if not first:
+                renewed = await self._auth.for_message(self.method, self._principal, checked)
+                if renewed is not self._principal:
+                    self._principal = renewed
+                    set_principal(renewed)
+            yield checked
 
     def _log(self, outcome: str, failure: ServiceError | None, seconds: float) -> None:
         fields: dict[str, object] = {"outcome": str(outcome), "ms": round(seconds * 1000, 1)}
@@ -197,8 +206,10 @@ async def abort(context: Any, error: ServiceError) -> None:
     )
 
 
-def check_request(request: Any) -> Any:
-    """The request, if it was parsed and all that is required is there; otherwise a ServiceError."""
+def check_request(request: Any, *, complete: bool = True) -> Any:
+    """The request, if it was parsed and all that is required is there; otherwise a ServiceError. Without
+    `complete` its handler looks at the latter.
+    """
     if isinstance(request, _TooLarge):
         text = CATALOGUE[Reason.MESSAGE_TOO_LARGE].message
         raise ServiceError(
@@ -206,7 +217,8 @@ def check_request(request: Any) -> Any:
             f"{text} (it has {request.size} bytes)",
             metadata={"bytes": request.size},
         )
-    check_required(request)
+    if complete:
+        check_required(request)
     return request
 
 
@@ -261,7 +273,10 @@ def _streaming(behavior: Any, call: _Call, *, streams: bool) -> Any:
     # A handler is an async generator, or a coroutine that writes to the context.
     async def run(request: Any, context: Any) -> AsyncIterator[Any]:
         async with call.around(context):
-            admitted = call.admit_each(request) if streams else await call.admit(request)
+            if streams:
+                admitted = call.admit_each(request, complete=not is_checked_by(behavior))
+            else:
+                admitted = await call.admit(request)
             result = behavior(admitted, context)
             if not hasattr(result, "__aiter__"):
                 await result

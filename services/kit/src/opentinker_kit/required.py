@@ -9,7 +9,7 @@ is for the handler to say.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from google.api import field_behavior_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -19,6 +19,22 @@ from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
 _MAX_VIOLATIONS = 12
+_OWN = "checks_its_messages"
+
+F = TypeVar("F")
+
+
+def checks_its_messages(handler: F) -> F:
+    """Marks the handler of a stream whose messages hold many calls: what one of them lacks is the answer to
+    that call (the handler uses `check_required`) and does not end the stream.
+    """
+    setattr(handler, _OWN, True)
+    return handler
+
+
+def is_checked_by(handler: object) -> bool:
+    """Whether a handler checks the messages of its stream by itself."""
+    return bool(getattr(handler, _OWN, False))
 
 
 @dataclass(frozen=True, slots=True)

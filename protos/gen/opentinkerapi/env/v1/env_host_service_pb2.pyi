@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.rpc import status_pb2 as _status_pb2
 from opentinkerapi.data.v1 import trajectory_pb2 as _trajectory_pb2
 from opentinkerapi.env.v1 import environment_pb2 as _environment_pb2
 import builtins as _builtins
@@ -485,6 +486,148 @@ class FinalizeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinalizeResponse: _TypeAlias = FinalizeResponse  # noqa: Y015
+
+@_typing.final
+class DriveRequest(_message.Message):
+    """DriveRequest is calls on episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    JOB_TOKEN_FIELD_NUMBER: _builtins.int
+    job_token: _builtins.str
+    """Token of the job, of its newest lease; counts before one in the metadata. Needed in the first message where servers require it; a later one replaces it."""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriveCall]:
+        """At most one at a time for an episode, as with the RPCs. With 4096 unanswered in a stream, no more are read."""
+
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___DriveCall] | None = ...,
+        job_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "job_token", b"job_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DriveRequest: _TypeAlias = DriveRequest  # noqa: Y015
+
+@_typing.final
+class DriveCall(_message.Message):
+    """DriveCall is one call on one episode. Its request's own job_token must be empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    FINALIZE_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """The caller's, given back with the reply."""
+    @_builtins.property
+    def begin(self) -> Global___BeginRequest:
+        """Begin."""
+
+    @_builtins.property
+    def step(self) -> Global___StepRequest:
+        """Step."""
+
+    @_builtins.property
+    def finalize(self) -> Global___FinalizeRequest:
+        """Finalize."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        begin: Global___BeginRequest | None = ...,
+        step: Global___StepRequest | None = ...,
+        finalize: Global___FinalizeRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "call", b"call", "finalize", b"finalize", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "call", b"call", "call_id", b"call_id", "finalize", b"finalize", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["begin", "step", "finalize"]  # noqa: Y015
+    _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
+
+Global___DriveCall: _TypeAlias = DriveCall  # noqa: Y015
+
+@_typing.final
+class DriveResponse(_message.Message):
+    """DriveResponse is replies to calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriveReply]:
+        """In no order."""
+
+    def __init__(
+        self,
+        *,
+        replies: _abc.Iterable[Global___DriveReply] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replies", b"replies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DriveResponse: _TypeAlias = DriveResponse  # noqa: Y015
+
+@_typing.final
+class DriveReply(_message.Message):
+    """DriveReply answers one call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    FINALIZE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Of the call."""
+    @_builtins.property
+    def begin(self) -> Global___BeginResponse:
+        """Of Begin."""
+
+    @_builtins.property
+    def step(self) -> Global___StepResponse:
+        """Of Step."""
+
+    @_builtins.property
+    def finalize(self) -> Global___FinalizeResponse:
+        """Of Finalize."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """What the RPC would have failed with."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        begin: Global___BeginResponse | None = ...,
+        step: Global___StepResponse | None = ...,
+        finalize: Global___FinalizeResponse | None = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "error", b"error", "finalize", b"finalize", "reply", b"reply", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "call_id", b"call_id", "error", b"error", "finalize", b"finalize", "reply", b"reply", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["begin", "step", "finalize", "error"]  # noqa: Y015
+    _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
+
+Global___DriveReply: _TypeAlias = DriveReply  # noqa: Y015
 
 @_typing.final
 class CloseEpisodesRequest(_message.Message):

@@ -70,6 +70,11 @@ class EnvHostServiceStub(object):
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeResponse.FromString,
                 _registered_method=True)
+        self.Drive = channel.stream_stream(
+                '/opentinkerapi.env.v1.EnvHostService/Drive',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.FromString,
+                _registered_method=True)
         self.CloseEpisodes = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/CloseEpisodes',
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.CloseEpisodesRequest.SerializeToString,
@@ -124,7 +129,7 @@ class EnvHostServiceServicer(object):
 
     def Begin(self, request, context):
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
         Retry: safe; the same observation again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -133,7 +138,7 @@ class EnvHostServiceServicer(object):
 
     def Step(self, request, context):
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe with the same seq.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,8 +147,17 @@ class EnvHostServiceServicer(object):
 
     def Finalize(self, request, context):
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drive(self, request_iterator, context):
+        """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
+        Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
+        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +218,11 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
                     servicer.Finalize,
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeRequest.FromString,
                     response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeResponse.SerializeToString,
+            ),
+            'Drive': grpc.stream_stream_rpc_method_handler(
+                    servicer.Drive,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.SerializeToString,
             ),
             'CloseEpisodes': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseEpisodes,
@@ -406,6 +425,33 @@ class EnvHostService(object):
             '/opentinkerapi.env.v1.EnvHostService/Finalize',
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeRequest.SerializeToString,
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.FinalizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drive(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Drive',
+            opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,18 +38,23 @@ class EnvHostServiceStub:
     """
     Begin: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.BeginRequest, _env_host_service_pb2.BeginResponse]
     """Begin resets an episode and returns the first observation.
-    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
     Retry: safe; the same observation again.
     """
     Step: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.StepRequest, _env_host_service_pb2.StepResponse]
     """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe with the same seq.
     """
     Finalize: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.FinalizeRequest, _env_host_service_pb2.FinalizeResponse]
     """Finalize ends scoring and returns the rewards of the whole episode.
-    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe.
+    """
+    Drive: _aio.StreamStreamMultiCallable[_env_host_service_pb2.DriveRequest, _env_host_service_pb2.DriveResponse]
+    """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
+    Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
+    Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
     """
     CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
     """CloseEpisodes frees episodes.
@@ -116,7 +121,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.BeginRequest, _abc.Awaitable[_env_host_service_pb2.BeginResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.BeginResponse]:
         """Begin resets an episode and returns the first observation.
-        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, DRAINING, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
         Retry: safe; the same observation again.
         """
 
@@ -127,7 +132,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.StepRequest, _abc.Awaitable[_env_host_service_pb2.StepResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.StepResponse]:
         """Step applies the actions of one turn. The seq of the last step again returns its stored answer and does not step.
-        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, SEQ_REUSED, INVALID_STATE, INVALID_FIELD, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe with the same seq.
         """
 
@@ -138,8 +143,19 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.FinalizeRequest, _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]:
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def Drive(
+        self,
+        request_iterator: _abc.AsyncIterator[_env_host_service_pb2.DriveRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_env_host_service_pb2.DriveRequest], _abc.AsyncIterator[_env_host_service_pb2.DriveResponse]],
+    ) -> _abc.AsyncIterator[_env_host_service_pb2.DriveResponse]:
+        """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
+        Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
+        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
         """
 
     @_abc_1.abstractmethod

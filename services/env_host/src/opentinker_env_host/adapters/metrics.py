@@ -1,6 +1,7 @@
 """What an environment host counts: episodes and their steps, by environment."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from opentinker_env_host.domain.host import EnvironmentHost
 from opentinker_env_host.ports import FailureSink
@@ -23,7 +24,7 @@ def show(metrics: Metrics, host: EnvironmentHost, failures: CountedFailures) -> 
     """Have what the host counts shown."""
     environment: Labels = ("environment",)
 
-    def by_environment(numbers: Counter[str]) -> dict[Labels, float]:
+    def by_environment(numbers: Mapping[str, float]) -> dict[Labels, float]:
         return {(name,): number for name, number in numbers.items()}
 
     metrics.read(
@@ -39,6 +40,25 @@ def show(metrics: Metrics, host: EnvironmentHost, failures: CountedFailures) -> 
         lambda: by_environment(host.steps),
         environment,
         grows=True,
+    )
+    metrics.read(
+        "opentinker_env_host_environment_seconds",
+        "Time inside environments in these steps.",
+        lambda: by_environment(host.env_seconds),
+        environment,
+        grows=True,
+    )
+    metrics.read(
+        "opentinker_env_host_environment_episodes",
+        "Episodes that are open, by environment.",
+        lambda: by_environment(host.open_by_environment()),
+        environment,
+    )
+    metrics.read(
+        "opentinker_env_host_workers",
+        "Worker processes that live.",
+        lambda: by_environment(host.workers_by_environment()),
+        environment,
     )
     metrics.read(
         "opentinker_env_host_episodes_failed",

@@ -6,6 +6,7 @@ seed), a process group of its own, and a log file for what it prints.
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
@@ -19,6 +20,7 @@ import psutil
 import structlog
 
 from opentinker_env_host.adapters import frames
+from opentinker_env_host.adapters.frames import FrameReader
 from opentinker_env_host.ports import (
     EnvironmentFacts,
     EnvironmentRaised,
@@ -34,6 +36,7 @@ log = structlog.get_logger()
 PROGRAM = "opentinker.environments.worker"
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ")
 _KEPT_LOGS = 20
+_CALLS_A_FRAME = 256
 
 
 @dataclass(slots=True)
@@ -41,21 +44,24 @@ class _Call:
     future: "asyncio.Future[Reply]"
     what: str
     timeout_s: float
-    timer: asyncio.TimerHandle | None = None
+    deadline: float = math.inf
+    """Of the loop's clock; counts from when the worker gets to it."""
 
 
 class ProcessWorker:
     """One worker process. Made by `ProcessLauncher`.
 
-    Where the environment is plain, the worker answers in the order of the calls: the oldest one is the one
-    that runs, and its deadline counts from when it became the oldest. `async` environments overlap their
-    calls, and each deadline counts from its start.
+    Calls that are made in one turn of the event loop go to the worker in one frame. Where the environment is
+    plain, the worker begins them in their order, as many at a time as it has threads (one, until it says that
+    it started another because a step blocks): so the oldest that many are those that run, and the deadline of
+    each counts from when it became one of them. `async` environments overlap all their calls.
     """
 
-    def __init__(self, name: str, process: Process, hello: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, process: Process, frames_in: FrameReader, hello: Mapping[str, Any]) -> None:
         self._name = name
         self._process = process
-        self._overlapping = bool(hello["concurrent"])
+        self._frames_in = frames_in
+        self._at_once = math.inf if hello["concurrent"] else 1
         self._facts = EnvironmentFacts(
             description=str(hello["description"]),
             version=str(hello["version"]),
@@ -65,7 +71,10 @@ class ProcessWorker:
             agents=tuple(hello["agents"]),
             tools=tuple(hello["tools"]),
         )
-        self._calls: OrderedDict[int, _Call] = OrderedDict()
+        self._running: dict[int, _Call] = {}
+        self._waiting: OrderedDict[int, _Call] = OrderedDict()
+        self._unsent: list[Mapping[str, Any]] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._next_id = 0
         self._killed_for = ""
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -91,14 +100,15 @@ class ProcessWorker:
     async def call(self, operation: str, timeout_s: float, **fields: Any) -> Reply:
         if not self.alive:
             raise WorkerLost(f"worker {self._name} is gone", suspect=False)
+        loop = asyncio.get_running_loop()
         self._next_id += 1
         number = self._next_id
-        call = _Call(asyncio.get_running_loop().create_future(), operation, timeout_s)
-        self._calls[number] = call
-        if self._overlapping or len(self._calls) == 1:
-            self._arm(number)
-        assert self._process.stdin is not None
-        self._process.stdin.write(frames.encode({"id": number, "op": operation, **fields}))
+        call = _Call(loop.create_future(), operation, timeout_s)
+        self._waiting[number] = call
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.append({"id": number, "op": operation, **fields})
+        self._begin_waiting()
         return await call.future
 
     def kill(self, why: str) -> None:
@@ -116,25 +126,49 @@ class ProcessWorker:
         except psutil.Error:
             return 0
 
-    def _arm(self, number: int) -> None:
-        call = self._calls[number]
-        loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(call.timeout_s, self._time_out, number)
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        assert self._process.stdin is not None
+        if self.alive:
+            for start in range(0, len(unsent), _CALLS_A_FRAME):
+                calls = unsent[start : start + _CALLS_A_FRAME]
+                self._process.stdin.write(frames.encode({"calls": calls}))
 
-    def _time_out(self, number: int) -> None:
-        call = self._calls.pop(number, None)
-        if call is None:
-            return
-        text = f"the environment did not answer {call.what} within {call.timeout_s:g} s and was killed"
-        if not call.future.done():
-            call.future.set_exception(WorkerTimedOut(text))
-        self.kill(f"{call.what} timed out")
+    def _begin_waiting(self) -> None:
+        """Let the deadlines begin of the calls that the worker has got to."""
+        now = asyncio.get_running_loop().time()
+        while self._waiting and len(self._running) < self._at_once:
+            number, call = self._waiting.popitem(last=False)
+            call.deadline = now + call.timeout_s
+            self._running[number] = call
+            if self._timer is None or call.deadline < self._timer.when():
+                self._watch(call.deadline)
+
+    def _watch(self, deadline: float) -> None:
+        """Look at the deadlines then. One timer for all calls: most are answered before it goes off."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        late = {number: call for number, call in self._running.items() if call.deadline <= now}
+        for number, call in late.items():
+            del self._running[number]
+            text = f"the environment did not answer {call.what} within {call.timeout_s:g} s and was killed"
+            if not call.future.done():
+                call.future.set_exception(WorkerTimedOut(text))
+        if late:
+            self.kill(f"{next(iter(late.values())).what} timed out")
+        elif self._running:
+            self._watch(min(call.deadline for call in self._running.values()))
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         try:
-            while (frame := await frames.read(self._process.stdout)) is not None:
-                self._take(*frame)
+            while arrived := await self._frames_in.read():
+                for frame in arrived:
+                    self._take(*frame)
         except (ValueError, KeyError) as error:
             log.error("worker speaks nonsense", worker=self._name, error=str(error))
             self.kill("it sent what is no frame")
@@ -142,25 +176,30 @@ class ProcessWorker:
         self.kill("its output ended")
         code = await self._process.wait()
         _close_pipes(self._process)
+        if self._timer is not None:
+            self._timer.cancel()
         how = self._how(code)
-        oldest = next(iter(self._calls), 0)
-        for number, call in self._calls.items():
-            if call.timer is not None:
-                call.timer.cancel()
-            suspect = (self._overlapping or number == oldest) and self._killed_for == "its output ended"
+        died = self._killed_for == "its output ended"
+        for call, suspect in (
+            *((call, died) for call in self._running.values()),
+            *((call, False) for call in self._waiting.values()),
+        ):
             if not call.future.done():
                 call.future.set_exception(WorkerLost(f"worker {self._name} {how}", suspect=suspect))
-        self._calls.clear()
+        self._running.clear()
+        self._waiting.clear()
         self._ended.set_result(how)
 
     def _take(self, header: dict[str, Any], blobs: list[bytes]) -> None:
-        call = self._calls.pop(header["id"], None)
+        if "threads" in header:
+            self._at_once = int(header["threads"])
+            self._begin_waiting()
+            return
+        call = self._running.pop(header["id"], None)
         if call is None:
             return
-        if call.timer is not None:
-            call.timer.cancel()
-        if not self._overlapping and self._calls:
-            self._arm(next(iter(self._calls)))
+        if self._waiting:
+            self._begin_waiting()
         if call.future.done():
             return
         error = header.get("error")
@@ -190,6 +229,8 @@ class WorkerProgram:
     python: Path
     log_dir: Path
     start_timeout_s: float
+    threads: int | None = None
+    """Most threads that play in one worker; None: as the worker does by itself."""
 
 
 class ProcessLauncher:
@@ -207,6 +248,8 @@ class ProcessLauncher:
         arguments = [str(program.python), "-P", "-m", PROGRAM, program.target, "--name", program.environment]
         for folder in program.path:
             arguments += ["--path", str(folder)]
+        if program.threads is not None:
+            arguments += ["--threads", str(program.threads)]
         arguments += ["--parent", str(os.getpid())]
         with log_path.open("ab") as log_file:
             try:
@@ -221,8 +264,10 @@ class ProcessLauncher:
                 )
             except OSError as error:
                 raise WorkerUnusable(f"{program.python}: {error.strerror}") from None
+        assert process.stdout is not None
+        frames_in = FrameReader(process.stdout)
         try:
-            hello = await self._hello(process, log_path)
+            hello = await self._hello(frames_in, log_path)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -230,22 +275,22 @@ class ProcessLauncher:
             _close_pipes(process)
             raise
         log.info("worker started", worker=name, pid=process.pid, log=str(log_path))
-        return ProcessWorker(name, process, hello)
+        return ProcessWorker(name, process, frames_in, hello)
 
-    async def _hello(self, process: Process, log_path: Path) -> Mapping[str, Any]:
-        assert process.stdout is not None
+    async def _hello(self, frames_in: FrameReader, log_path: Path) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(self._program.start_timeout_s):
-                frame = await frames.read(process.stdout)
+                arrived = await frames_in.read()
         except TimeoutError:
             raise WorkerUnusable(
                 f"{self._program.target} was not imported within {self._program.start_timeout_s:g} s"
             ) from None
-        if frame is None:
+        if not arrived:
             raise WorkerUnusable(f"the worker ended at once; its log {log_path} ends with: {_tail(log_path)}")
-        if "unusable" in frame[0]:
-            raise WorkerUnusable(str(frame[0]["unusable"]))
-        hello: Mapping[str, Any] = frame[0]["hello"]
+        header = arrived[0][0]
+        if "unusable" in header:
+            raise WorkerUnusable(str(header["unusable"]))
+        hello: Mapping[str, Any] = header["hello"]
         return hello
 
     def _log_path(self, name: str) -> Path:

@@ -44,8 +44,12 @@ class Episode:
     """Of the host's monotonic clock."""
     owner: str = ""
     """The job that opened it, to which alone it exists; empty: to all."""
+    project: str = ""
+    """Of that job."""
     worker: Worker | None = None
     first: Reply | None = None
+    first_digest: str = ""
+    """Of the first observation, once it was given."""
     journal: list[Turn] = field(default_factory=list)
     last_seq: int = 0
     last_key: bytes = b""
@@ -60,6 +64,16 @@ class Episode:
     restores: int = 0
     closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first observation was given."""
+        return bool(self.first_digest)
+
+    @property
+    def cold(self) -> bool:
+        """Whether it was played by a host before this one, and not yet again here."""
+        return self.begun and self.first is None
 
     def renew(self, now: float) -> None:
         """Someone drives it: the lease starts anew."""
@@ -86,7 +100,7 @@ class Episode:
                 f"seq {seq} of {self.name} is out of order: the next is {self.last_seq + 1}",
                 metadata={"next_seq": self.last_seq + 1},
             )
-        if self.first is None:
+        if not self.begun:
             raise ServiceError(Reason.INVALID_STATE, f"{self.name} has not begun: call Begin first")
         if self.done or self.result is not None:
             raise ServiceError(Reason.INVALID_STATE, f"{self.name} has ended: it takes no more steps")

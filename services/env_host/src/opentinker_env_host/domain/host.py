@@ -1,14 +1,15 @@
 """Episodes and the calls on them: open, begin, step, finalize, close, leases.
 
-A call works on its episode in a task of its own, so that a caller who gives up and asks again finds the
-answer. How an episode is played, and played again when its worker died, is in `player`.
+Callers run the calls on an episode in tasks that `keep` makes, so that one who gives up and asks again finds
+the answer. How an episode is played, and played again when its worker died, is in `player`.
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from opentinker_env_host.domain.pool import WorkerPool
 from opentinker_env_host.ports import (
     EnvironmentFacts,
     FailureSink,
+    Journal,
+    NoJournal,
     NoWorkerFree,
     OptionsRefused,
     Reply,
@@ -49,6 +52,8 @@ class HostLimits:
     max_episodes: int
     max_group_size: int
     journal_steps: int
+    project_episodes: int | None = None
+    """Open episodes of one project; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,18 @@ class EnvironmentHost:
     """See the module's text. All methods raise ServiceError."""
 
     def __init__(
-        self, pools: Mapping[str, WorkerPool], limits: HostLimits, clock: Clock, failures: FailureSink
+        self,
+        pools: Mapping[str, WorkerPool],
+        limits: HostLimits,
+        clock: Clock,
+        failures: FailureSink,
+        journal: Journal | None = None,
     ) -> None:
         self._pools = pools
         self._limits = limits
         self._clock = clock
         self._failures = failures
+        self._journal = journal or NoJournal()
         self._episodes: dict[str, Episode] = {}
         self._answers: FirstAnswers[Group] = FirstAnswers(clock)
         self._checked: set[tuple[str, str]] = set()
@@ -78,15 +89,16 @@ class EnvironmentHost:
         self.opened: Counter[str] = Counter()
         """Episodes so far, by environment."""
         self.steps: Counter[str] = Counter()
+        self.env_seconds: dict[str, float] = defaultdict(float)
+        """Time inside environments, by environment."""
+        self._of_projects: Counter[str] = Counter()
         self.draining = False
 
     @property
     def playable(self) -> dict[str, WorkerPool]:
         """The environments that can be played, by name."""
         if not self._started:
-            raise ServiceError(
-                Reason.SERVER_STARTING, "the first workers are still starting", retry_after_s=0.5
-            )
+            raise _starting()
         return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
 
     def facts(self, environment: str) -> EnvironmentFacts:
@@ -100,13 +112,29 @@ class EnvironmentHost:
         """How many episodes are open."""
         return len(self._episodes)
 
+    def open_by_environment(self) -> Counter[str]:
+        """How many are open, by environment."""
+        return Counter(episode.recipe.environment for episode in self._episodes.values())
+
+    def workers_by_environment(self) -> Counter[str]:
+        """How many worker processes live, by environment."""
+        return Counter({name: len(pool.workers) for name, pool in self._pools.items()})
+
     async def start(self) -> None:
-        """Start the pools; one that fails leaves the others alone."""
+        """Start the pools; one that fails leaves the others alone. Episodes that a host before this one had
+        are played again when they are asked for, and have until then a lease of their whole time.
+        """
+        for episode in self._journal.load():
+            if episode.recipe.environment in self._pools:
+                episode.renew(self._clock.monotonic())
+                self._episodes[episode.name] = episode
+                self._of_projects[episode.project] += 1
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
         self._started = True
 
     async def stop(self) -> None:
-        """Kill all workers; what was running fails."""
+        """Kill all workers; what was running fails here, and goes on where the host is started again."""
+        self._journal.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         self._background.cancel()
 
@@ -151,9 +179,11 @@ class EnvironmentHost:
             )
         return tasks, reply.answer["total"]
 
-    async def open_group(self, request_id: str, recipe: Recipe, size: int, owner: str = "") -> Group:
-        """Open the episodes of a group, for the job `owner` alone where one is named; a repetition gets the
-        first answer.
+    async def open_group(
+        self, request_id: str, recipe: Recipe, size: int, owner: str = "", project: str = ""
+    ) -> Group:
+        """Open the episodes of a group, for the job `owner` of a project alone where one is named; a
+        repetition gets the first answer.
         """
         if self.draining:
             raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
@@ -161,10 +191,10 @@ class EnvironmentHost:
             [recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
         )
         return await self._answers.get(
-            request_id, body, lambda: self._open_group(recipe, size, owner), scope=owner
+            request_id, body, lambda: self._open_group(recipe, size, owner, project), scope=owner
         )
 
-    async def _open_group(self, recipe: Recipe, size: int, owner: str) -> Group:
+    async def _open_group(self, recipe: Recipe, size: int, owner: str, project: str) -> Group:
         pool = self.pool(recipe.environment)
         if not 1 <= size <= self._limits.max_group_size:
             raise ServiceError(
@@ -172,26 +202,26 @@ class EnvironmentHost:
                 f"size must be from 1 to {self._limits.max_group_size}, not {size}",
                 field="size",
             )
-        if len(self._episodes) + size > self._limits.max_episodes:
-            raise ServiceError(
-                Reason.OVERLOADED,
-                f"{len(self._episodes)} episodes are open and {self._limits.max_episodes} is the limit: "
-                "close some, or come back",
-                retry_after_s=1.0,
-            )
+        self._check_room(size, project)
         await self._check_options(pool, recipe.options)
+        self._check_room(size, project)
         now = self._clock.monotonic()
         group = secrets.token_hex(8)
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
         for name in names:
-            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner)
+            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner, project)
+        self._journal.opened([self._episodes[name] for name in names])
+        self._of_projects[project] += size
         self.opened[recipe.environment] += size
         return Group(f"groups/{group}", names)
 
+    def keep(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run a call to its end even if the caller goes away; shield the task where it is awaited."""
+        return self._background.start(work)
+
     async def begin(self, name: str, owner: str = "") -> Reply:
         """The first observation."""
-        episode = self._episode(name, owner)
-        return await self._work(self._begin(episode))
+        return await self._begin(self._episode(name, owner))
 
     async def step(
         self, name: str, seq: int, key: bytes, action: Mapping[str, Any], owner: str = ""
@@ -199,13 +229,11 @@ class EnvironmentHost:
         """Play one step, or give the stored answer of the last one. `key` identifies the request's
         actions.
         """
-        episode = self._episode(name, owner)
-        return await self._work(self._step(episode, seq, key, action))
+        return await self._step(self._episode(name, owner), seq, key, action)
 
     async def finalize(self, name: str, owner: str = "") -> Reply:
         """The return of the episode."""
-        episode = self._episode(name, owner)
-        return await self._work(self._finalize(episode))
+        return await self._finalize(self._episode(name, owner))
 
     async def close(self, names: Sequence[str], owner: str = "") -> None:
         """Free episodes; unknown ones, and those of others, are passed over."""
@@ -213,6 +241,10 @@ class EnvironmentHost:
             if self._exists(name, owner):
                 episode = self._episodes.pop(name)
                 episode.closed = True
+                self._journal.closed(name)
+                self._of_projects[episode.project] -= 1
+                if not self._of_projects[episode.project]:
+                    del self._of_projects[episode.project]
                 self._background.start(self._player.free(episode))
 
     def renew(self, names: Sequence[str], owner: str = "") -> tuple[list[str], float]:
@@ -234,6 +266,7 @@ class EnvironmentHost:
             if rounds % MEMORY_EVERY == 0:
                 for pool in self._pools.values():
                     pool.check_memory()
+                self._journal.tidy(list(self._episodes.values()))
 
     async def reap(self) -> None:
         """End the episodes whose lease is over."""
@@ -250,41 +283,74 @@ class EnvironmentHost:
         return episode is not None and owner in ("", episode.owner)
 
     def _episode(self, name: str, owner: str) -> Episode:
+        if not self._started:
+            raise _starting()
         if not self._exists(name, owner):
             raise not_found(name)
         episode = self._episodes[name]
         episode.renew(self._clock.monotonic())
         return episode
 
-    async def _begin(self, episode: Episode) -> Reply:
+    @contextlib.asynccontextmanager
+    async def _at(self, episode: Episode) -> AsyncIterator[None]:
+        """Work on an episode that answers, alone, and with its answers at hand. Once it failed it is not kept
+        for a host that comes after this one.
+        """
         async with episode.lock:
             episode.check_alive()
+            try:
+                if episode.cold:
+                    await self._player.warm(episode)
+                yield
+            except ServiceError:
+                if episode.failure is not None:
+                    self._journal.closed(episode.name)
+                raise
+
+    async def _begin(self, episode: Episode) -> Reply:
+        async with self._at(episode):
             if episode.first is None:
                 if self.draining:
                     raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
                 episode.first = await self._player.begin(episode)
+                episode.first_digest = episode.first.digest
+                self._journal.begun(episode)
             return episode.first
 
     async def _step(self, episode: Episode, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
-        async with episode.lock:
-            episode.check_alive()
+        async with self._at(episode):
             stored = episode.check_step(seq, key)
             if stored is not None:
                 return stored
             episode.check_movers(action)
             answered = Answered(*await self._player.step(episode, action))
             episode.record(seq, key, action, answered)
+            self._journal.stepped(episode)
             self.steps[episode.recipe.environment] += 1
+            self.env_seconds[episode.recipe.environment] += answered.reply.env_s
             return answered
 
     async def _finalize(self, episode: Episode) -> Reply:
-        async with episode.lock:
-            episode.check_alive()
+        async with self._at(episode):
             if episode.first is None:
                 raise ServiceError(Reason.INVALID_STATE, f"{episode.name} has not begun: call Begin first")
             if episode.result is None:
                 episode.result = await self._player.finalize(episode)
             return episode.result
+
+    def _check_room(self, size: int, project: str) -> None:
+        most = self._limits.project_episodes
+        held = self._of_projects[project] if project else 0
+        if project and most is not None and held + size > most:
+            text = f"{held} of the {most} episodes that a project may have open are; close some"
+            raise ServiceError(Reason.QUOTA_EXCEEDED, text, quota=[(f"projects/{project}", text)])
+        if len(self._episodes) + size > self._limits.max_episodes:
+            raise ServiceError(
+                Reason.OVERLOADED,
+                f"{len(self._episodes)} episodes are open and {self._limits.max_episodes} is the limit: "
+                "close some, or come back",
+                retry_after_s=1.0,
+            )
 
     async def _check_options(self, pool: WorkerPool, options: Mapping[str, Any]) -> None:
         key = (pool.name, json.dumps(options, sort_keys=True))
@@ -317,6 +383,6 @@ class EnvironmentHost:
                 raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
         raise ServiceError(Reason.ENV_CRASHED, str(last))
 
-    async def _work(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end even if the caller goes away."""
-        return await asyncio.shield(self._background.start(work))
+
+def _starting() -> ServiceError:
+    return ServiceError(Reason.SERVER_STARTING, "the first workers are still starting", retry_after_s=0.5)

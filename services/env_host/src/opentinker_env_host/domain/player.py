@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from opentinker_env_host.domain.episode import Episode
+from opentinker_env_host.domain.episode import Answered, Episode
 from opentinker_env_host.domain.pool import WorkerPool
 from opentinker_env_host.ports import (
     EnvironmentRaised,
@@ -81,6 +81,14 @@ class Player:
         reply, _ = await self._play(episode, lambda worker: self._reset(episode, worker))
         return reply
 
+    async def warm(self, episode: Episode) -> None:
+        """Play here what a host before this one played, so that its last answers are there again."""
+
+        async def nothing(_: Worker) -> Reply:
+            return Reply({}, (), "", 0.0)
+
+        await self._play(episode, nothing)
+
     async def step(self, episode: Episode, action: Mapping[str, Any]) -> tuple[Reply, bool]:
         """Apply an action; whether the episode had to be played again before."""
         return await self._play(episode, lambda worker: self._apply(episode, worker, action))
@@ -134,28 +142,30 @@ class Player:
         """Give the episode a live worker and play there what was played; whether anything was."""
         pool = self._pools[episode.recipe.environment]
         await self._let_go(episode)
-        begun = episode.first is not None
-        if begun:
+        if episode.begun:
             await self._check_replayable(episode, pool)
         # Who may have killed a worker gets one of its own: a second death then hits nobody else.
         episode.worker = await pool.acquire(episode.name, alone=episode.crashes > 0)
-        if episode.first is None:
+        if not episode.begun:
             return False
         try:
-            await self._replay(episode, episode.first, episode.worker)
+            await self._replay(episode, episode.worker)
         except EnvironmentRaised as error:
             raise await self._diverged(episode, f"raised where it had answered: {error}") from None
         log.info("episode played again", episode=episode.name, steps=len(episode.journal))
         return True
 
-    async def _replay(self, episode: Episode, first: Reply, worker: Worker) -> None:
-        reply = await self._reset(episode, worker)
-        if reply.digest != first.digest:
+    async def _replay(self, episode: Episode, worker: Worker) -> None:
+        first = reply = await self._reset(episode, worker)
+        if reply.digest != episode.first_digest:
             raise await self._diverged(episode, "its first observation came out differently")
         for seq, turn in enumerate(episode.journal, start=1):
             reply = await self._apply(episode, worker, turn.action)
             if reply.digest != turn.digest:
                 raise await self._diverged(episode, f"step {seq} came out differently")
+        if episode.cold:
+            episode.first = first
+            episode.last_answer = Answered(reply, replayed=True) if episode.journal else None
 
     async def _check_replayable(self, episode: Episode, pool: WorkerPool) -> None:
         episode.restores += 1

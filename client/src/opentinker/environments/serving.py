@@ -1,0 +1,198 @@
+"""How a worker process gets its calls played: plain environments by threads, `async` ones by an event loop.
+
+Plain calls are begun in the order in which they came, by one thread, which is the process's main one. Only
+when a step holds it up (it sleeps, waits for a server, or computes for long) is another thread started, so
+that one episode's step does not hold up the others. The host is told of it, since a call's deadline counts
+from when its turn has come. `async` calls overlap on one event loop, or on several where that is asked for.
+Each answer is on its way before the next call begins: if that one kills the
+process, all before it are answered.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any, BinaryIO, Protocol
+
+from opentinker.environments import frames
+from opentinker.environments.runner import run_now
+
+MAX_THREADS = 64
+_LOOK_S = 0.005
+_SLOW_S = 0.005
+"""A thread is added where calls take longer than this while the processor is idle."""
+_STUCK_LOOKS = 4
+"""A thread is added where no call was begun in so many looks, whatever the processor does."""
+_IDLE_S = 10.0
+"""After so long without a call an added thread ends."""
+
+Call = Mapping[str, Any]
+Answer = Callable[[Call], Coroutine[Any, Any, bytes]]
+"""The frame that answers a call; never raises."""
+
+
+class FrameSink(Protocol):
+    """Where whole frames go, from any thread."""
+
+    def write(self, data: bytes) -> None:
+        """Write a frame."""
+        ...
+
+
+def serve_in_threads(answer: Answer, source: BinaryIO, sink: FrameSink, most: int = MAX_THREADS) -> None:
+    """Play plain calls until the input ends, at most so many at a time."""
+    _Players(answer, source, sink, most).serve()
+
+
+def serve_overlapping(answer: Answer, source: BinaryIO, sink: FrameSink, most: int = 1) -> None:
+    """Play `async` calls, all at once, until the input ends, on so many event loops at most."""
+    asyncio.run(_Loops(answer, source, sink, most).serve())
+
+
+class _Loops:
+    """Event loops, the first of them in the main thread, and the thread that reads.
+
+    More than one is for environments whose `async` methods block. An episode stays on the loop that it began
+    on, since what it made there belongs to it.
+    """
+
+    def __init__(self, answer: Answer, source: BinaryIO, sink: FrameSink, most: int) -> None:
+        self._answer = answer
+        self._source = source
+        self._sink = sink
+        self._most = most
+        self._loops: list[asyncio.AbstractEventLoop] = []
+        self._places: dict[str, int] = {}
+        self._episodes: list[int] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        ended = asyncio.Event()
+        first = asyncio.get_running_loop()
+        self._add(first)
+
+        def read() -> None:
+            while (frame := frames.read(self._source)) is not None:
+                for call in frame[0]["calls"]:
+                    loop = self._loops[self._place(call)]
+                    loop.call_soon_threadsafe(self._start, loop, call)
+            first.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, name="frames", daemon=True).start()
+        await ended.wait()
+
+    def _place(self, call: Call) -> int:
+        """The loop of the call's episode. Called by the reading thread alone."""
+        name = call.get("episode", "")
+        if call["op"] == "begin" and name not in self._places:
+            self._places[name] = place = self._freest()
+            self._episodes[place] += 1
+        place = self._places.get(name, 0)
+        if call["op"] == "close" and self._places.pop(name, None) is not None:
+            self._episodes[place] -= 1
+        return place
+
+    def _freest(self) -> int:
+        place = self._episodes.index(min(self._episodes))
+        if self._episodes[place] and len(self._loops) < self._most:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
+            self._add(loop)
+            return len(self._loops) - 1
+        return place
+
+    def _add(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loops.append(loop)
+        self._episodes.append(0)
+
+    def _start(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
+        task = loop.create_task(self._serve(call))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _serve(self, call: Call) -> None:
+        self._sink.write(await self._answer(call))
+
+
+class _Players:
+    """The threads that play, the one that reads, and the one that looks whether there are enough."""
+
+    def __init__(self, answer: Answer, source: BinaryIO, sink: FrameSink, most: int) -> None:
+        self._answer = answer
+        self._source = source
+        self._sink = sink
+        self._most = most
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._begun = itertools.count()
+        self._last_begun = 0
+        self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = 1
+
+    def serve(self) -> None:
+        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        if self._most > 1:
+            threading.Thread(target=self._look_after, name="look after threads", daemon=True).start()
+        while (call := self._calls.get()) is not None:
+            self._play(call)
+
+    def _play(self, call: Call) -> None:
+        self._last_begun = next(self._begun)
+        try:
+            frame = run_now(self._answer(call))
+        except BaseException as error:  # sys.exit() too ends the episode that called it, and no thread
+            text = f"{type(error).__name__}: {error}"
+            frame = frames.encode(
+                {"id": call["id"], "error": {"kind": "raised", "text": text}, "digest": "", "env_ns": 0}
+            )
+        self._sink.write(frame)
+
+    def _read(self) -> None:
+        while (frame := frames.read(self._source)) is not None:
+            for call in frame[0]["calls"]:
+                self._calls.put(call)
+            self._arrived.set()
+        # The main thread ends with this, or is ended; the others are daemons.
+        for _ in range(self._most):
+            self._calls.put(None)
+
+    def _look_after(self) -> None:
+        while True:
+            self._arrived.wait()
+            self._arrived.clear()
+            stuck = 0
+            while True:
+                begun, cpu, at = self._last_begun, time.process_time(), time.monotonic()
+                time.sleep(_LOOK_S)
+                if self._calls.empty():
+                    break
+                calls = self._last_begun - begun
+                busy = time.process_time() - cpu
+                past = time.monotonic() - at
+                stuck = 0 if calls else stuck + 1
+                slow = self._threads * past > _SLOW_S * calls and busy < past / 2
+                if (slow or stuck >= _STUCK_LOOKS) and self._threads < self._most:
+                    stuck = 0
+                    self._add()
+
+    def _add(self) -> None:
+        with self._lock:
+            self._threads += 1
+            # Told first: the host must know when it sees what the thread answers.
+            self._sink.write(frames.encode({"threads": self._threads}))
+        threading.Thread(target=self._help, name="player", daemon=True).start()
+
+    def _help(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    self._threads -= 1
+                    self._sink.write(frames.encode({"threads": self._threads}))
+                return
+            if call is None:
+                return
+            self._play(call)
