@@ -191,7 +191,7 @@ def test_programs_that_a_grader_runs_do_not_use_up_its_time() -> None:
     assert grader("") == Reward(1.0)
 
 
-def test_an_answer_is_data_where_it_is_graded() -> None:
+def test_b50_an_answer_is_data_where_it_is_graded() -> None:
     """A grader that evaluates an answer anyway does so in the jail."""
     source = "def grade(answer, task): return float(bool(eval(answer)))"
     marker = f"/tmp/opentinker-forged-{os.getpid()}"

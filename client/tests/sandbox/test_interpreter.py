@@ -86,7 +86,7 @@ def test_forged_answers_are_only_its_own(jail: Jail) -> None:
     """Saying "done" early shortens an exec's output; the next one still has its deadline."""
     forge = """
 import os, time
-frame = b"done 0 0 0"
+frame = b"done 1 0 0 0"
 for fd in range(3, 1100):
     try: os.write(fd, len(frame).to_bytes(4, "big") + frame)
     except OSError: pass
@@ -111,6 +111,30 @@ def test_one_that_is_forgotten_is_ended(jail: Jail) -> None:
     jail.interpreter().exec("import os\nos.fork()")
 
 
+def test_one_that_was_never_used_is_ended(jail: Jail) -> None:
+    for _ in range(5):
+        jail.interpreter().close()
+
+
+def test_a_fork_is_no_second_interpreter(jail: Jail) -> None:
+    with jail.interpreter() as python:
+        python.exec("import os, time; x = 0")
+        for number in range(1, 10):
+            python.exec("if os.fork() == 0:\n    x = 100")
+            assert python.exec("x += 1; x").stdout == f"{number}\n"
+
+
+def test_it_can_be_closed_while_it_runs(jail: Jail) -> None:
+    python = jail.interpreter()
+    python.exec("1")
+    closing = threading.Timer(0.3, python.close)
+    closing.start()
+    result = python.exec("while True: pass")
+    closing.join()
+    assert (result.ended, result.exit, python.alive) == (Ended.LOST, None, False)
+    assert result.wall_s < 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -125,7 +149,7 @@ def test_one_that_is_forgotten_is_ended(jail: Jail) -> None:
         ('{"source": "1"}', "there is no code"),
     ],
 )
-def test_malformed_calls_are_told_to_the_model(arguments: str, said: str) -> None:
+def test_b66_malformed_calls_are_told_to_the_model(arguments: str, said: str) -> None:
     tool = CodeInterpreter()
     assert said in tool.call(arguments)
     assert tool.calls == 0

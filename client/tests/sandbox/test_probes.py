@@ -163,7 +163,7 @@ print(os.getppid())
 def test_signals_reach_nobody_else(jail: Jail) -> None:
     code = """
 import os, signal, time
-for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV):
+for number in range(1, 65):
     try: os.kill(1, number)
     except OSError: pass
 try: os.kill(-1, signal.SIGKILL)

@@ -17,7 +17,7 @@ from opentinker.sandbox.process import JailProcess
 
 Data = str | bytes
 
-_DONE = re.compile(rb"done (\d{1,3}) (\d{1,15}) (\d{1,18})")
+_DONE = re.compile(rb"done (\d{1,9}) (\d{1,3}) (\d{1,15}) (\d{1,18})")
 _PAGE = 4096
 
 
@@ -121,6 +121,7 @@ class Interpreter:
         self._process = process
         self._limits = limits
         self._turn = threading.Lock()
+        self._number = 0
 
     @property
     def alive(self) -> bool:
@@ -148,15 +149,16 @@ class Interpreter:
             process.stdout.clear()
             process.stderr.clear()
             began = time.monotonic()
+            self._number += 1
             done: list[tuple[int, float, int]] = []
 
             def take(frame: bytes) -> bool:
                 words = _DONE.fullmatch(frame)
-                if words is not None:
-                    done.append((int(words[1]), int(words[2]) * 1e-6, int(words[3])))
-                return words is not None
+                if words is not None and int(words[1]) == self._number:
+                    done.append((int(words[2]), int(words[3]) * 1e-6, int(words[4])))
+                return bool(done)
 
-            process.send({"code": source, "cpu_s": float(limits.cpu_s)})
+            process.send({"code": source, "cpu_s": float(limits.cpu_s), "number": self._number})
             gone = process.pump(limits.wall_s, take)
             wall_s = time.monotonic() - began
             if gone:
@@ -167,8 +169,10 @@ class Interpreter:
             )
 
     def close(self) -> None:
-        """End it. Afterwards no process of it is left."""
-        self._process.kill()
+        """End it, also while another thread is in `exec`. Afterwards no process of it is left."""
+        self._process.interrupt()
+        with self._turn:
+            self._process.kill()
 
     def __enter__(self) -> "Interpreter":
         return self

@@ -7,7 +7,7 @@ together. It imports only what is built in, because each import costs every run.
 
     control   a socket; frames of 4 bytes of length (big endian) and that many bytes. In: a request (marshal;
               who made the jail is trusted by it). Out, from the code itself and worth no more than that:
-              "done <exit> <cpu in us> <peak bytes>" after an exec, JSON from a grader.
+              "done <number> <exit> <cpu in us> <peak bytes>" after an exec, JSON from a grader.
     report    a pipe, out: "READY\\n", then at the end "<how> <exit> <peak bytes>\\n".
 """
 
@@ -40,7 +40,8 @@ def main(control: int, report: int) -> None:
         with open(path, "wb") as file:
             file.write(data)
     limits = request["limits"]
-    _signal.pthread_sigmask(_signal.SIG_BLOCK, [_signal.SIGCHLD])
+    # Process 1 gets those signals from inside that it handles, and an interpreter handles SIGINT.
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
     child = os.fork()
     if child == 0:
         os.close(report)
@@ -58,7 +59,7 @@ def main(control: int, report: int) -> None:
 
 def confine(limits: dict[str, Any], once: bool) -> None:
     """Limits of single processes, for this one and what it starts."""
-    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGCHLD])
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
     try:
         # Where the machine itself runs out of memory, the jail goes first.
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -152,15 +153,20 @@ def session(control: int, request: dict[str, Any]) -> None:
     """Run what comes, one after the other, in one namespace."""
     os.set_inheritable(control, False)
     names = fresh_main()
+    own = os.getpid()
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     while (step := receive(control)) is not None:
         before = cpu_s()
         limit = -int(-(before + step["cpu_s"]) // 1)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
         status = execute(step["code"], names, echo=True)
+        if os.getpid() != own:
+            # A process that the code forked and that came this far. One interpreter is enough.
+            finish(status)
         flush()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        send(control, b"done %d %d %d" % (status, (cpu_s() - before) * 1e6, peak))
+        figures = (step["number"], status, (cpu_s() - before) * 1e6, peak)
+        send(control, b"done %d %d %d %d" % figures)
 
 
 def grade(control: int, request: dict[str, Any]) -> None:

@@ -7,16 +7,13 @@ process 1, which ends after all the others.
 
 import marshal
 import os
-import queue
 import re
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,14 @@ from opentinker.sandbox import command, seccomp
 from opentinker.sandbox.errors import unavailable
 from opentinker.sandbox.limits import Ended, Limits
 from opentinker.sandbox.slots import Slot
+from opentinker.sandbox.spawning import spawn
 
 FRAME_BYTES = 4 << 20
 """Longest message from inside."""
 START_S = 30.0
 """How long a jail may take before the code in it starts, on a machine that is busy with others."""
 _GONE_S = 10.0
+_INHERITED = ("control", "report", "info", "filter")
 _READY = b"READY\n"
 _REPORT = re.compile(
     rb"(EXITED|SIGNALLED|CPU_LIMIT|MEMORY_LIMIT|PROCESS_LIMIT|FILE_LIMIT|LOST) (\d{1,3}) (\d{1,18})\n"
@@ -41,7 +40,7 @@ OnFrame = Callable[[bytes], bool]
 
 
 class JailProcess:
-    """A running jail. For one thread at a time."""
+    """A running jail. For one thread at a time, but for `interrupt`."""
 
     def __init__(self, python: Path, packages: tuple[Path, ...], limits: Limits) -> None:
         """Start it. MissingDependency if this machine cannot."""
@@ -53,6 +52,7 @@ class JailProcess:
         self.cpu_s = 0.0
         self.peak_bytes = 0
         self._slot = Slot() if here.mode is command.Mode.SLOT_UID else None
+        self._ending = threading.Lock()
         self._report, self._info, self._frames = bytearray(), bytearray(), bytearray()
         self._to_control = memoryview(command.keeper_code(python))
         self._to_stdin = memoryview(b"")
@@ -77,7 +77,8 @@ class JailProcess:
                 control=theirs["control"],
                 report=theirs["report"],
             )
-            self._process = _spawn(words, theirs)
+            streams = (theirs["stdin"], theirs["stdout"], theirs["stderr"])
+            self._process = spawn(words, streams, [theirs[name] for name in _INHERITED])
             self._gone = os.pidfd_open(self._process.pid)
         except BaseException:
             for fd in self._ours.values():
@@ -141,6 +142,12 @@ class JailProcess:
                         self._end(Ended.OUTPUT_LIMIT)
                     return not self.alive
         return True
+
+    def interrupt(self) -> None:
+        """Have it end soon, whoever waits for it; from any thread."""
+        with self._ending:
+            if self.ended is None:
+                self._kill_first_process()
 
     def kill(self, as_: Ended = Ended.LOST) -> None:
         """End it now, and wait until nothing of it is left."""
@@ -239,13 +246,26 @@ class JailProcess:
     def _end(self, why: Ended | None) -> None:
         """Kill what is left, wait for it, and read the last words. `why` is None where it ended by itself."""
         if why is not None:
-            self._read("info")
+            self._learn_first_process()
             self._kill_first_process()
         status, usage = self._reap()
         self.cpu_s = usage
         for name in ("stdout", "stderr", "report"):
             self._read(name)
-        refused = not self._started and why is None
+        with self._ending:
+            self._settle(why)
+        for name in list(self._ours):
+            self._close(name)
+        if self._slot:
+            self._slot.free()
+        if why is None and not self._started:
+            # No line of the code ran yet: these are bubblewrap's words or those of the programs before it.
+            text = self.stderr.decode(errors="replace").strip()[-500:] or f"it ended with status {status}"
+            raise unavailable(f"bubblewrap cannot make a jail on this machine: {text}")
+
+    def _settle(self, why: Ended | None) -> None:
+        """Note how it ended."""
+        os.close(self._gone)
         said = _REPORT.fullmatch(bytes(self._report).removeprefix(_READY)) if why is None else None
         if why is not None:
             self.ended = why
@@ -257,18 +277,19 @@ class JailProcess:
             self.ended, self.peak_bytes = Ended(said[1].decode()), int(said[3])
             if self.ended in (Ended.EXITED, Ended.SIGNALLED):
                 self.exit = int(said[2]) + (128 if self.ended is Ended.SIGNALLED else 0)
-        for name in list(self._ours):
-            self._close(name)
-        os.close(self._gone)
-        if self._slot:
-            self._slot.free()
-        if refused:
-            # No line of the code ran yet: these are bubblewrap's words or those of the programs before it.
-            text = self.stderr.decode(errors="replace").strip()[-500:] or f"it ended with status {status}"
-            raise unavailable(f"bubblewrap cannot make a jail on this machine: {text}")
+
+    def _learn_first_process(self) -> None:
+        """Wait until bubblewrap has said which it is: killed before, it would not collect its child."""
+        deadline = time.monotonic() + _GONE_S
+        while _CHILD.search(bytes(self._info)) is None and "info" in self._ours:
+            left = deadline - time.monotonic()
+            ready = _readable(max(0.0, left), self._gone, self._ours["info"])
+            if not ready or self._gone in ready:
+                return
+            self._read("info")
 
     def _kill_first_process(self) -> None:
-        found = _CHILD.search(self._info)
+        found = _CHILD.search(bytes(self._info))
         if found is None:
             # It has not got that far: with bubblewrap, what it began dies too (--die-with-parent).
             self._process.kill()
@@ -279,7 +300,7 @@ class JailProcess:
             return
         try:
             # While bubblewrap lives it has not collected its child, so that the number is still the child's.
-            if not select.select([self._gone], [], [], 0)[0]:
+            if not _readable(0, self._gone):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
         except OSError:
             return
@@ -287,7 +308,7 @@ class JailProcess:
             os.close(first)
 
     def _reap(self) -> tuple[int, float]:
-        if not select.select([self._gone], [], [], _GONE_S)[0]:
+        if not _readable(_GONE_S, self._gone):
             self._process.kill()
         try:
             _, status, usage = os.wait4(self._process.pid, 0)
@@ -302,6 +323,14 @@ class JailProcess:
         fd = self._ours.pop(name, None)
         if fd is not None:
             os.close(fd)
+
+
+def _readable(seconds: float, *fds: int) -> set[int]:
+    """Which of them are, waiting so long for one. (`select` takes no numbers over 1023.)"""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
 def _filter() -> int:
@@ -319,57 +348,3 @@ def _program() -> bytes:
     if not _PROGRAM:
         _PROGRAM.append(seccomp.program())
     return _PROGRAM[0]
-
-
-class _Spawner:
-    """One thread that starts all jails and lives as long as the process.
-
-    The kernel tells a jail that its parent died when the *thread* that started it ends, and those that play
-    episodes come and go.
-    """
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="jails", daemon=True).start()
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
-        self._inbox.put((function, future))
-        return future.result()
-
-    def _run(self) -> None:
-        while True:
-            function, future = self._inbox.get()
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-            del function, future
-
-
-_lock = threading.Lock()
-_spawner: _Spawner | None = None
-
-
-def _spawn(words: list[str], theirs: Mapping[str, int]) -> "subprocess.Popen[bytes]":
-    global _spawner
-    with _lock:
-        if _spawner is None or _spawner.pid != os.getpid():
-            _spawner = _Spawner()
-        spawner = _spawner
-
-    def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            words,
-            stdin=theirs["stdin"],
-            stdout=theirs["stdout"],
-            stderr=theirs["stderr"],
-            pass_fds=[theirs[name] for name in ("control", "report", "info", "filter")],
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
-
-    process: subprocess.Popen[bytes] = spawner.call(start)
-    return process

@@ -7,9 +7,11 @@ from typing import Any
 from opentinker_env_host import wire
 from opentinker_env_host.domain.host import EnvironmentHost
 from opentinker_env_host.pages import page_of
+from opentinker_env_host.ports import Sandbox
 from opentinker_kit.auth import acting_job
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
+from opentinkerapi.env.v1 import capabilities_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceServicer
 from opentinkerapi.runtime.reasons import Reason
@@ -18,9 +20,16 @@ from opentinkerapi.runtime.reasons import Reason
 class EnvHostServicer(EnvHostServiceServicer):
     """Serves the host's episodes."""
 
-    def __init__(self, host: EnvironmentHost, clock: Clock) -> None:
+    def __init__(self, host: EnvironmentHost, clock: Clock, sandbox: Sandbox) -> None:
         self._host = host
         self._clock = clock
+        self._sandbox = sandbox
+
+    async def GetCapabilities(
+        self, request: capabilities_pb2.GetCapabilitiesRequest, context: Any
+    ) -> capabilities_pb2.GetCapabilitiesResponse:
+        self._host.check_started()
+        return wire.capabilities_to_proto(await self._sandbox.facts())
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any

@@ -80,13 +80,17 @@ class EnvironmentHost:
         self.steps: Counter[str] = Counter()
         self.draining = False
 
-    @property
-    def playable(self) -> dict[str, WorkerPool]:
-        """The environments that can be played, by name."""
+    def check_started(self) -> None:
+        """ServiceError SERVER_STARTING until it is."""
         if not self._started:
             raise ServiceError(
                 Reason.SERVER_STARTING, "the first workers are still starting", retry_after_s=0.5
             )
+
+    @property
+    def playable(self) -> dict[str, WorkerPool]:
+        """The environments that can be played, by name."""
+        self.check_started()
         return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
 
     def facts(self, environment: str) -> EnvironmentFacts:
