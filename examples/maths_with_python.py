@@ -33,7 +33,7 @@ class MathsWithPython(ot.Environment):
 
     def step(self, action: ot.Action) -> ot.StepResult:
         self.turns += 1
-        answer = re.search(r"answer: *(-?\d+)", action.text, re.IGNORECASE)
+        answer = re.search(r"^answer: *(-?\d+)", action.text, re.I | re.M)
         if answer or self.turns == self.max_turns:
             return ot.StepResult(reward=float(bool(answer) and answer[1] == self.answer), terminated=True)
         return ot.StepResult(self.python.observe(action) or "Run code in a ```python block, or answer.")
