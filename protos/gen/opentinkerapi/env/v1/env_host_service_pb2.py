@@ -26,10 +26,11 @@ from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior_
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from opentinkerapi.data.v1 import trajectory_pb2 as opentinkerapi_dot_data_dot_v1_dot_trajectory__pb2
+from opentinkerapi.env.v1 import capabilities_pb2 as opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2
 from opentinkerapi.env.v1 import environment_pb2 as opentinkerapi_dot_env_dot_v1_dot_environment__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+opentinkerapi/env/v1/env_host_service.proto\x12\x14opentinkerapi.env.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a&opentinkerapi/data/v1/trajectory.proto\x1a&opentinkerapi/env/v1/environment.proto\"L\n\x17ListEnvironmentsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"x\n\x18ListEnvironmentsResponse\x12=\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"+\n\x15GetEnvironmentRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"V\n\x16GetEnvironmentResponse\x12<\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\"\x91\x01\n\x10ListTasksRequest\x12\x19\n\x0b\x65nvironment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05split\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"f\n\x11ListTasksResponse\x12\x18\n\ntasks_json\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\ntotal_size\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\"\xa8\x02\n\x10OpenGroupRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x65nvironment\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x04 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x17\n\ttask_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x06 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\tlease_ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x35\n\x0cstep_timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"w\n\x11OpenGroupResponse\x12\x13\n\x05group\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08\x65pisodes\x18\x02 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\">\n\x0c\x42\x65ginRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"N\n\rBeginResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\"\x8a\x01\n\x0bStepRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x38\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentActionB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x9e\x02\n\x0cStepResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\x12\x38\n\x07rewards\x18\x02 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12\x18\n\nterminated\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttruncated\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tinfo_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08replayed\x18\x06 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x31\n\x08\x65nv_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"A\n\x0f\x46inalizeRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xa4\x01\n\x10\x46inalizeResponse\x12\x38\n\x07rewards\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12:\n\nend_reason\x18\x02 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x03\x12\x1a\n\x0cmetrics_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\"G\n\x14\x43loseEpisodesRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x17\n\x15\x43loseEpisodesResponse\"D\n\x11RenewLeaseRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"h\n\x12RenewLeaseResponse\x12\x1b\n\rlost_episodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x32\xf3\x06\n\x0e\x45nvHostService\x12q\n\x10ListEnvironments\x12-.opentinkerapi.env.v1.ListEnvironmentsRequest\x1a..opentinkerapi.env.v1.ListEnvironmentsResponse\x12k\n\x0eGetEnvironment\x12+.opentinkerapi.env.v1.GetEnvironmentRequest\x1a,.opentinkerapi.env.v1.GetEnvironmentResponse\x12\\\n\tListTasks\x12&.opentinkerapi.env.v1.ListTasksRequest\x1a\'.opentinkerapi.env.v1.ListTasksResponse\x12\\\n\tOpenGroup\x12&.opentinkerapi.env.v1.OpenGroupRequest\x1a\'.opentinkerapi.env.v1.OpenGroupResponse\x12P\n\x05\x42\x65gin\x12\".opentinkerapi.env.v1.BeginRequest\x1a#.opentinkerapi.env.v1.BeginResponse\x12M\n\x04Step\x12!.opentinkerapi.env.v1.StepRequest\x1a\".opentinkerapi.env.v1.StepResponse\x12Y\n\x08\x46inalize\x12%.opentinkerapi.env.v1.FinalizeRequest\x1a&.opentinkerapi.env.v1.FinalizeResponse\x12h\n\rCloseEpisodes\x12*.opentinkerapi.env.v1.CloseEpisodesRequest\x1a+.opentinkerapi.env.v1.CloseEpisodesResponse\x12_\n\nRenewLease\x12\'.opentinkerapi.env.v1.RenewLeaseRequest\x1a(.opentinkerapi.env.v1.RenewLeaseResponseBS\n\x19\x64\x65v.opentinker.api.env.v1B\x13\x45nvHostServiceProtoP\x01Z\x1fopentinker.dev/api/env/v1;envv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+opentinkerapi/env/v1/env_host_service.proto\x12\x14opentinkerapi.env.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a&opentinkerapi/data/v1/trajectory.proto\x1a\'opentinkerapi/env/v1/capabilities.proto\x1a&opentinkerapi/env/v1/environment.proto\"L\n\x17ListEnvironmentsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"x\n\x18ListEnvironmentsResponse\x12=\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"+\n\x15GetEnvironmentRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"V\n\x16GetEnvironmentResponse\x12<\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\"\x91\x01\n\x10ListTasksRequest\x12\x19\n\x0b\x65nvironment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05split\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"f\n\x11ListTasksResponse\x12\x18\n\ntasks_json\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\ntotal_size\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\"\xa8\x02\n\x10OpenGroupRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x65nvironment\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x04 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x17\n\ttask_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x06 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\tlease_ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x35\n\x0cstep_timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"w\n\x11OpenGroupResponse\x12\x13\n\x05group\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08\x65pisodes\x18\x02 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\">\n\x0c\x42\x65ginRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"N\n\rBeginResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\"\x8a\x01\n\x0bStepRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x38\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentActionB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x9e\x02\n\x0cStepResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\x12\x38\n\x07rewards\x18\x02 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12\x18\n\nterminated\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttruncated\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tinfo_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08replayed\x18\x06 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x31\n\x08\x65nv_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\"A\n\x0f\x46inalizeRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xa4\x01\n\x10\x46inalizeResponse\x12\x38\n\x07rewards\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12:\n\nend_reason\x18\x02 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x03\x12\x1a\n\x0cmetrics_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\"G\n\x14\x43loseEpisodesRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x17\n\x15\x43loseEpisodesResponse\"D\n\x11RenewLeaseRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"h\n\x12RenewLeaseResponse\x12\x1b\n\rlost_episodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x32\xe3\x07\n\x0e\x45nvHostService\x12n\n\x0fGetCapabilities\x12,.opentinkerapi.env.v1.GetCapabilitiesRequest\x1a-.opentinkerapi.env.v1.GetCapabilitiesResponse\x12q\n\x10ListEnvironments\x12-.opentinkerapi.env.v1.ListEnvironmentsRequest\x1a..opentinkerapi.env.v1.ListEnvironmentsResponse\x12k\n\x0eGetEnvironment\x12+.opentinkerapi.env.v1.GetEnvironmentRequest\x1a,.opentinkerapi.env.v1.GetEnvironmentResponse\x12\\\n\tListTasks\x12&.opentinkerapi.env.v1.ListTasksRequest\x1a\'.opentinkerapi.env.v1.ListTasksResponse\x12\\\n\tOpenGroup\x12&.opentinkerapi.env.v1.OpenGroupRequest\x1a\'.opentinkerapi.env.v1.OpenGroupResponse\x12P\n\x05\x42\x65gin\x12\".opentinkerapi.env.v1.BeginRequest\x1a#.opentinkerapi.env.v1.BeginResponse\x12M\n\x04Step\x12!.opentinkerapi.env.v1.StepRequest\x1a\".opentinkerapi.env.v1.StepResponse\x12Y\n\x08\x46inalize\x12%.opentinkerapi.env.v1.FinalizeRequest\x1a&.opentinkerapi.env.v1.FinalizeResponse\x12h\n\rCloseEpisodes\x12*.opentinkerapi.env.v1.CloseEpisodesRequest\x1a+.opentinkerapi.env.v1.CloseEpisodesResponse\x12_\n\nRenewLease\x12\'.opentinkerapi.env.v1.RenewLeaseRequest\x1a(.opentinkerapi.env.v1.RenewLeaseResponseBS\n\x19\x64\x65v.opentinker.api.env.v1B\x13\x45nvHostServiceProtoP\x01Z\x1fopentinker.dev/api/env/v1;envv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -139,42 +140,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENEWLEASERESPONSE'].fields_by_name['lost_episodes']._serialized_options = b'\342A\001\003'
   _globals['_RENEWLEASERESPONSE'].fields_by_name['expire_time']._loaded_options = None
   _globals['_RENEWLEASERESPONSE'].fields_by_name['expire_time']._serialized_options = b'\342A\001\003'
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=247
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=323
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=325
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=445
-  _globals['_GETENVIRONMENTREQUEST']._serialized_start=447
-  _globals['_GETENVIRONMENTREQUEST']._serialized_end=490
-  _globals['_GETENVIRONMENTRESPONSE']._serialized_start=492
-  _globals['_GETENVIRONMENTRESPONSE']._serialized_end=578
-  _globals['_LISTTASKSREQUEST']._serialized_start=581
-  _globals['_LISTTASKSREQUEST']._serialized_end=726
-  _globals['_LISTTASKSRESPONSE']._serialized_start=728
-  _globals['_LISTTASKSRESPONSE']._serialized_end=830
-  _globals['_OPENGROUPREQUEST']._serialized_start=833
-  _globals['_OPENGROUPREQUEST']._serialized_end=1129
-  _globals['_OPENGROUPRESPONSE']._serialized_start=1131
-  _globals['_OPENGROUPRESPONSE']._serialized_end=1250
-  _globals['_BEGINREQUEST']._serialized_start=1252
-  _globals['_BEGINREQUEST']._serialized_end=1314
-  _globals['_BEGINRESPONSE']._serialized_start=1316
-  _globals['_BEGINRESPONSE']._serialized_end=1394
-  _globals['_STEPREQUEST']._serialized_start=1397
-  _globals['_STEPREQUEST']._serialized_end=1535
-  _globals['_STEPRESPONSE']._serialized_start=1538
-  _globals['_STEPRESPONSE']._serialized_end=1824
-  _globals['_FINALIZEREQUEST']._serialized_start=1826
-  _globals['_FINALIZEREQUEST']._serialized_end=1891
-  _globals['_FINALIZERESPONSE']._serialized_start=1894
-  _globals['_FINALIZERESPONSE']._serialized_end=2058
-  _globals['_CLOSEEPISODESREQUEST']._serialized_start=2060
-  _globals['_CLOSEEPISODESREQUEST']._serialized_end=2131
-  _globals['_CLOSEEPISODESRESPONSE']._serialized_start=2133
-  _globals['_CLOSEEPISODESRESPONSE']._serialized_end=2156
-  _globals['_RENEWLEASEREQUEST']._serialized_start=2158
-  _globals['_RENEWLEASEREQUEST']._serialized_end=2226
-  _globals['_RENEWLEASERESPONSE']._serialized_start=2228
-  _globals['_RENEWLEASERESPONSE']._serialized_end=2332
-  _globals['_ENVHOSTSERVICE']._serialized_start=2335
-  _globals['_ENVHOSTSERVICE']._serialized_end=3218
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=288
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=364
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=366
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=486
+  _globals['_GETENVIRONMENTREQUEST']._serialized_start=488
+  _globals['_GETENVIRONMENTREQUEST']._serialized_end=531
+  _globals['_GETENVIRONMENTRESPONSE']._serialized_start=533
+  _globals['_GETENVIRONMENTRESPONSE']._serialized_end=619
+  _globals['_LISTTASKSREQUEST']._serialized_start=622
+  _globals['_LISTTASKSREQUEST']._serialized_end=767
+  _globals['_LISTTASKSRESPONSE']._serialized_start=769
+  _globals['_LISTTASKSRESPONSE']._serialized_end=871
+  _globals['_OPENGROUPREQUEST']._serialized_start=874
+  _globals['_OPENGROUPREQUEST']._serialized_end=1170
+  _globals['_OPENGROUPRESPONSE']._serialized_start=1172
+  _globals['_OPENGROUPRESPONSE']._serialized_end=1291
+  _globals['_BEGINREQUEST']._serialized_start=1293
+  _globals['_BEGINREQUEST']._serialized_end=1355
+  _globals['_BEGINRESPONSE']._serialized_start=1357
+  _globals['_BEGINRESPONSE']._serialized_end=1435
+  _globals['_STEPREQUEST']._serialized_start=1438
+  _globals['_STEPREQUEST']._serialized_end=1576
+  _globals['_STEPRESPONSE']._serialized_start=1579
+  _globals['_STEPRESPONSE']._serialized_end=1865
+  _globals['_FINALIZEREQUEST']._serialized_start=1867
+  _globals['_FINALIZEREQUEST']._serialized_end=1932
+  _globals['_FINALIZERESPONSE']._serialized_start=1935
+  _globals['_FINALIZERESPONSE']._serialized_end=2099
+  _globals['_CLOSEEPISODESREQUEST']._serialized_start=2101
+  _globals['_CLOSEEPISODESREQUEST']._serialized_end=2172
+  _globals['_CLOSEEPISODESRESPONSE']._serialized_start=2174
+  _globals['_CLOSEEPISODESRESPONSE']._serialized_end=2197
+  _globals['_RENEWLEASEREQUEST']._serialized_start=2199
+  _globals['_RENEWLEASEREQUEST']._serialized_end=2267
+  _globals['_RENEWLEASERESPONSE']._serialized_start=2269
+  _globals['_RENEWLEASERESPONSE']._serialized_end=2373
+  _globals['_ENVHOSTSERVICE']._serialized_start=2376
+  _globals['_ENVHOSTSERVICE']._serialized_end=3371
 # @@protoc_insertion_point(module_scope)
