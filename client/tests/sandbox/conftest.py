@@ -8,7 +8,7 @@ import pytest
 
 from opentinker.sandbox import Jail, Limits
 
-BRIEF = Limits(wall_s=20, cpu_s=10)
+BRIEF = Limits(wall_s=40, cpu_s=10)
 """Long enough for a busy machine; what is meant to run out is set lower by its test."""
 
 

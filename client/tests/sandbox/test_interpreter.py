@@ -38,7 +38,7 @@ def test_what_raises_is_told_and_ends_nothing(jail: Jail) -> None:
 
 def test_each_exec_has_its_own_output(jail: Jail) -> None:
     with jail.interpreter() as python:
-        for number in range(50):
+        for number in range(1, 50):
             result = python.exec(f"import sys; print({number}); print(-{number}, file=sys.stderr)")
             assert (result.stdout, result.stderr) == (f"{number}\n", f"-{number}\n")
 
@@ -54,7 +54,7 @@ def test_a_deadline_ends_it_with_what_it_started(jail: Jail) -> None:
 
 
 def test_each_exec_has_its_own_deadline_and_cpu_time() -> None:
-    with Jail(replace(BRIEF, wall_s=15, cpu_s=1)).interpreter() as python:
+    with Jail(replace(BRIEF, cpu_s=1)).interpreter() as python:
         busy = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.6: pass"
         for _ in range(3):
             assert python.exec(busy).ended is Ended.EXITED
@@ -132,7 +132,7 @@ def test_it_can_be_closed_while_it_runs(jail: Jail) -> None:
     result = python.exec("while True: pass")
     closing.join()
     assert (result.ended, result.exit, python.alive) == (Ended.LOST, None, False)
-    assert result.wall_s < 10
+    assert result.wall_s < 30
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def version() -> str:
 def find_python(wanted: Path | None) -> Path:
     """The interpreter inside: the given one; or ours; or the system's, if jailed users cannot reach ours."""
     if wanted is not None:
+        if any(wanted.resolve().is_relative_to(taken) for taken in ("/tmp", "/work", "/dev", "/proc")):
+            raise ValueError(f"python: {wanted} lies where a jail has folders of its own")
         if not reachable(wanted):
             raise ValueError(f"python: {wanted} is not there or not readable for jailed users")
         return Path(os.path.realpath(wanted))
@@ -165,6 +167,11 @@ def command(
     return words
 
 
+def package_folders(count: int) -> list[str]:
+    """Where the folders of modules are inside."""
+    return [f"/packages/{number}" for number in range(count)]
+
+
 def _folders(python: Path, packages: Sequence[Path]) -> list[str]:
     words = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
@@ -175,7 +182,8 @@ def _folders(python: Path, packages: Sequence[Path]) -> list[str]:
         elif os.path.isdir(path):
             words += ["--ro-bind", path, path]
     prefix = python.parent.parent
-    for folder in (prefix, *packages):
-        if not folder.is_relative_to("/usr"):
-            words += ["--ro-bind", str(folder), str(folder)]
+    if not prefix.is_relative_to("/usr"):
+        words += ["--ro-bind", str(prefix), str(prefix)]
+    for folder, inside in zip(packages, package_folders(len(packages)), strict=True):
+        words += ["--ro-bind", str(folder), inside]
     return words

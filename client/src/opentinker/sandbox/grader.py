@@ -242,6 +242,8 @@ def _source_of(grade: Callable[..., Any] | str) -> tuple[str, str]:
             f"{grade!r} cannot go into a jail: give a function without variables from around it, or source"
         )
     try:
-        return textwrap.dedent(inspect.getsource(grade)), grade.__name__
+        source = textwrap.dedent(inspect.getsource(grade))
     except (OSError, TypeError):
         raise EnvironmentDefinitionError(f"{grade!r} has no source; give its source text") from None
+    # What its annotations name stays outside.
+    return f"from __future__ import annotations\n{source}", grade.__name__

@@ -105,7 +105,7 @@ class Jail:
             # The folders themselves and what was put there do not count.
             "files": limits.files + len(given) + 16,
         }
-        paths = [str(folder) for folder in self._packages]
+        paths = command.package_folders(len(self._packages))
         process.send({"mode": mode, "limits": told, "files": given, "paths": paths, **request})
         return process
 

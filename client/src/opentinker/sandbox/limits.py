@@ -73,8 +73,8 @@ def _is_number(value: object) -> bool:
 class Result:
     """What came of a run. Bytes that are no UTF-8 are replaced in `stdout` and `stderr`.
 
-    All of it was made by untrusted code but `ended` TIMEOUT, OUTPUT_LIMIT and LOST, `wall_s` and `cpu_s`:
-    read it as data, never as a verdict.
+    All of it but `wall_s` and an `ended` of TIMEOUT, OUTPUT_LIMIT or LOST was said inside, where untrusted
+    code runs: it is data, never a verdict.
     """
 
     stdout: str
@@ -84,7 +84,9 @@ class Result:
     ended: Ended
     wall_s: float
     cpu_s: float
-    """CPU time of all its processes; of an exec, nothing is known yet: 0."""
+    """CPU time of its processes that ended before it was killed, if it was; of an exec, what its interpreter
+    says of itself.
+    """
     peak_bytes: int
     """Most resident memory of its largest process, as the jail's first process saw it; 0: unknown."""
 

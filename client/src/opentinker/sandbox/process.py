@@ -53,6 +53,7 @@ class JailProcess:
         self.peak_bytes = 0
         self._slot = Slot() if here.mode is command.Mode.SLOT_UID else None
         self._ending = threading.Lock()
+        self._interrupted = False
         self._report, self._info, self._frames = bytearray(), bytearray(), bytearray()
         self._to_control = memoryview(command.keeper_code(python))
         self._to_stdin = memoryview(b"")
@@ -130,6 +131,9 @@ class JailProcess:
             if self._gone in self._move(left):
                 self._end(None)
                 break
+            if self._interrupted:
+                self._end(Ended.LOST)
+                break
             if self._output_size > self.limits.output_bytes:
                 self._end(Ended.OUTPUT_LIMIT)
                 break
@@ -145,8 +149,9 @@ class JailProcess:
 
     def interrupt(self) -> None:
         """Have it end soon, whoever waits for it; from any thread."""
+        self._interrupted = True
         with self._ending:
-            if self.ended is None:
+            if self.ended is None and _CHILD.search(bytes(self._info)):
                 self._kill_first_process()
 
     def kill(self, as_: Ended = Ended.LOST) -> None:
