@@ -13,7 +13,7 @@ together. It imports only what is built in, because each import costs every run.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # `signal` imports enum
 import builtins
 import marshal
 import os
@@ -199,8 +199,9 @@ def fresh_main() -> dict[str, Any]:
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     sys.argv[:] = ["<code>"]
-    builtins.exit = builtins.quit = sys.exit
-    for stream in (sys.stdout, sys.stderr):
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    for stream in streams:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     names = module.__dict__
     names["__builtins__"] = builtins
@@ -215,7 +216,7 @@ def execute(source: str, names: dict[str, Any], echo: bool) -> int:
             return 0
         import _ast
 
-        tree = compile(source, "<code>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+        tree: Any = compile(source, "<code>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
         exec(compile(tree, "<code>", "exec", dont_inherit=True), names)
         if last is not None:

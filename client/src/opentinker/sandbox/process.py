@@ -172,7 +172,7 @@ class JailProcess:
         poll = select.poll()
         poll.register(self._gone, select.POLLIN)
         names = {fd: name for name, fd in self._ours.items()}
-        for fd, name in names.items():
+        for name, fd in self._ours.items():
             wanted = 0 if name == "stdin" else select.POLLIN
             if (name == "stdin" and self._to_stdin) or (name == "control" and self._to_control):
                 wanted |= select.POLLOUT
@@ -180,9 +180,9 @@ class JailProcess:
                 poll.register(fd, wanted)
         ready = poll.poll(min(seconds, 3600.0) * 1000 + 1)
         for fd, what in ready:
-            name = names.get(fd)
-            if name is None:
+            if fd == self._gone:
                 continue
+            name = names[fd]
             if name == "stdin":
                 self._to_stdin = self._write(name, self._to_stdin)
                 if not self._to_stdin:
