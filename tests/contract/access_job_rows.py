@@ -6,8 +6,8 @@ from typing import Any
 
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import content_pb2, loss_pb2, prompt_pb2
+from opentinkerapi.env.v1 import capabilities_pb2, environment_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as env
-from opentinkerapi.env.v1 import environment_pb2
 from opentinkerapi.inference.v1 import inference_service_pb2 as inference
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.runtime.tensors import pack_ids
@@ -159,6 +159,7 @@ _INFERENCE: Mapping[str, Row] = {
 }
 
 _ENV_HOST: Mapping[str, Row] = {
+    "GetCapabilities": Row(VIEWER, lambda w: capabilities_pb2.GetCapabilitiesRequest()),
     "ListEnvironments": Row(VIEWER, lambda w: env.ListEnvironmentsRequest()),
     "GetEnvironment": Row(VIEWER, lambda w: env.GetEnvironmentRequest(name="environments/game")),
     "ListTasks": Row(

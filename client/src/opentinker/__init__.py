@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opentinker import errors
+    from opentinker import errors, sandbox
     from opentinker.connection.cluster import Cluster
     from opentinker.connection.opening import connect
     from opentinker.environments import (
@@ -168,6 +168,7 @@ _MODULES = {
     "kl": "training.kl",
     "off_policy": "training.off_policy",
     "reference_losses": "training.reference_losses",
+    "sandbox": "sandbox",
     "schedules": "training.schedules",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -264,6 +265,7 @@ __all__ = [
     "rollouts",
     "run",
     "run_async",
+    "sandbox",
     "schedules",
     "sft",
     "sft_async",

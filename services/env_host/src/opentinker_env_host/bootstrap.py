@@ -9,6 +9,7 @@ import structlog
 from opentinker_env_host.adapters.failures import BusFailureSink
 from opentinker_env_host.adapters.journal import FileJournal
 from opentinker_env_host.adapters.metrics import CountedFailures, show
+from opentinker_env_host.adapters.sandbox_probe import SandboxProbe
 from opentinker_env_host.adapters.worker_process import ProcessLauncher, WorkerProgram
 from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
 from opentinker_env_host.domain.pool import PoolLimits, WorkerPool
@@ -27,8 +28,8 @@ from opentinkerapi.env.v1.env_host_service_pb2_grpc import add_EnvHostServiceSer
 log = structlog.get_logger()
 
 _SERVICE = env_host_service_pb2.DESCRIPTOR.services_by_name["EnvHostService"]
-_OF_THE_HOST = ("ListEnvironments", "GetEnvironment", "ListTasks")
-"""What is asked about environments, for no job."""
+_OF_THE_HOST = ("GetCapabilities", "ListEnvironments", "GetEnvironment", "ListTasks")
+"""What is asked about the host and its environments, for no job."""
 METHODS: Mapping[str, Access] = {
     f"/{_SERVICE.full_name}/{method.name}": Access.CALLER if method.name in _OF_THE_HOST else Access.JOB
     for method in _SERVICE.methods
@@ -91,7 +92,7 @@ def build(
     failures = CountedFailures(BusFailureSink(bus, clock, source))
     journal = FileJournal(settings.state_dir / "episodes.journal")
     host = EnvironmentHost(pools, limits, clock, failures, journal)
-    servicer = EnvHostServicer(host, clock)
+    servicer = EnvHostServicer(host, clock, SandboxProbe(settings.default_python))
 
     door = gate(settings, METHODS, ENV_HOST, clock)
 

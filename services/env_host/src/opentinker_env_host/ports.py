@@ -170,6 +170,23 @@ class NoJournal:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxFacts:
+    """How workers can run untrusted code: the mode's name, empty where they cannot and `error` says why."""
+
+    mode: str = ""
+    version: str = ""
+    error: str = ""
+
+
+class Sandbox(Protocol):
+    """Knows what jails there can be."""
+
+    async def facts(self) -> SandboxFacts:
+        """What there is; never raises."""
+        ...
+
+
 class FailureSink(Protocol):
     """Where it is announced that infrastructure ended an episode."""
 

@@ -10,10 +10,12 @@ from opentinker_env_host import wire
 from opentinker_env_host.domain.host import EnvironmentHost
 from opentinker_env_host.drive import Drive
 from opentinker_env_host.pages import page_of
+from opentinker_env_host.ports import Sandbox
 from opentinker_kit.auth import acting_job, acting_project
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinker_kit.required import checks_its_messages
+from opentinkerapi.env.v1 import capabilities_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceServicer
 from opentinkerapi.runtime.reasons import Reason
@@ -24,15 +26,22 @@ T = TypeVar("T")
 class EnvHostServicer(EnvHostServiceServicer):
     """Serves the host's episodes."""
 
-    def __init__(self, host: EnvironmentHost, clock: Clock) -> None:
+    def __init__(self, host: EnvironmentHost, clock: Clock, sandbox: Sandbox) -> None:
         self._host = host
         self._clock = clock
+        self._sandbox = sandbox
         self._streams: set[Drive] = set()
 
     def end_streams(self) -> None:
         """Let open streams answer what they were asked and take no more."""
         for stream in self._streams:
             stream.end()
+
+    async def GetCapabilities(
+        self, request: capabilities_pb2.GetCapabilitiesRequest, context: Any
+    ) -> capabilities_pb2.GetCapabilitiesResponse:
+        self._host.check_started()
+        return wire.capabilities_to_proto(await self._sandbox.facts())
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any

@@ -7,11 +7,11 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from opentinker_env_host.domain.episode import Answered, Recipe
-from opentinker_env_host.ports import EnvironmentFacts, Reply
+from opentinker_env_host.ports import EnvironmentFacts, Reply, SandboxFacts
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.data.v1 import content_pb2, tensor_pb2, trajectory_pb2
+from opentinkerapi.env.v1 import capabilities_pb2, environment_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as service_pb2
-from opentinkerapi.env.v1 import environment_pb2
 from opentinkerapi.runtime.images import INLINE_MAX_BYTES
 from opentinkerapi.runtime.reasons import Reason
 
@@ -28,6 +28,22 @@ _DTYPES: Mapping[str, "tensor_pb2.DType.ValueType"] = {
     "bool": tensor_pb2.D_TYPE_BOOL,
     "uint8": tensor_pb2.D_TYPE_UINT8,
 }
+
+
+_SANDBOX_MODES: Mapping[str, "capabilities_pb2.SandboxMode.ValueType"] = {
+    "": capabilities_pb2.SANDBOX_MODE_NONE,
+    "SLOT_UID": capabilities_pb2.SANDBOX_MODE_SLOT_UID,
+    "USER_NAMESPACE": capabilities_pb2.SANDBOX_MODE_USER_NAMESPACE,
+}
+
+
+def capabilities_to_proto(sandbox: SandboxFacts) -> capabilities_pb2.GetCapabilitiesResponse:
+    """What the host offers."""
+    return capabilities_pb2.GetCapabilitiesResponse(
+        sandbox_mode=_SANDBOX_MODES.get(sandbox.mode, capabilities_pb2.SANDBOX_MODE_UNSPECIFIED),
+        sandbox_error=sandbox.error,
+        sandbox_version=sandbox.version,
+    )
 
 
 def environment_id(name: str, field: str) -> str:

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from opentinkerapi.env.v1 import capabilities_pb2 as opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2
 
 GRPC_GENERATED_VERSION = '1.80.1'
@@ -35,6 +36,11 @@ class EnvHostServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.GetCapabilities = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/GetCapabilities',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2.GetCapabilitiesRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2.GetCapabilitiesResponse.FromString,
+                _registered_method=True)
         self.ListEnvironments = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/ListEnvironments',
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListEnvironmentsRequest.SerializeToString,
@@ -90,6 +96,15 @@ class EnvHostServiceStub(object):
 class EnvHostServiceServicer(object):
     """EnvHostService plays episodes of hosted environments.
     """
+
+    def GetCapabilities(self, request, context):
+        """GetCapabilities says what this host offers.
+        Errors: SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ListEnvironments(self, request, context):
         """ListEnvironments lists what can be played.
@@ -184,6 +199,11 @@ class EnvHostServiceServicer(object):
 
 def add_EnvHostServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetCapabilities': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCapabilities,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2.GetCapabilitiesRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2.GetCapabilitiesResponse.SerializeToString,
+            ),
             'ListEnvironments': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEnvironments,
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListEnvironmentsRequest.FromString,
@@ -245,6 +265,33 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
 class EnvHostService(object):
     """EnvHostService plays episodes of hosted environments.
     """
+
+    @staticmethod
+    def GetCapabilities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/GetCapabilities',
+            opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2.GetCapabilitiesRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2.GetCapabilitiesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ListEnvironments(request,

@@ -5,6 +5,7 @@ The environment host: runs episodes in worker processes."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from opentinkerapi.env.v1 import capabilities_pb2 as _capabilities_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as _env_host_service_pb2
 import abc as _abc_1
 
@@ -16,6 +17,11 @@ class EnvHostServiceStub:
     """EnvHostService plays episodes of hosted environments."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetCapabilities: _aio.UnaryUnaryMultiCallable[_capabilities_pb2.GetCapabilitiesRequest, _capabilities_pb2.GetCapabilitiesResponse]
+    """GetCapabilities says what this host offers.
+    Errors: SERVER_STARTING.
+    Retry: safe.
+    """
     ListEnvironments: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.ListEnvironmentsRequest, _env_host_service_pb2.ListEnvironmentsResponse]
     """ListEnvironments lists what can be played.
     Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
@@ -69,6 +75,17 @@ class EnvHostServiceStub:
 
 class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
     """EnvHostService plays episodes of hosted environments."""
+
+    @_abc_1.abstractmethod
+    def GetCapabilities(
+        self,
+        request: _capabilities_pb2.GetCapabilitiesRequest,
+        context: _aio.ServicerContext[_capabilities_pb2.GetCapabilitiesRequest, _abc.Awaitable[_capabilities_pb2.GetCapabilitiesResponse]],
+    ) -> _abc.Awaitable[_capabilities_pb2.GetCapabilitiesResponse]:
+        """GetCapabilities says what this host offers.
+        Errors: SERVER_STARTING.
+        Retry: safe.
+        """
 
     @_abc_1.abstractmethod
     def ListEnvironments(

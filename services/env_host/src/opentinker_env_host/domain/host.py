@@ -94,11 +94,15 @@ class EnvironmentHost:
         self._of_projects: Counter[str] = Counter()
         self.draining = False
 
+    def check_started(self) -> None:
+        """ServiceError SERVER_STARTING until it is."""
+        if not self._started:
+            raise _starting()
+
     @property
     def playable(self) -> dict[str, WorkerPool]:
         """The environments that can be played, by name."""
-        if not self._started:
-            raise _starting()
+        self.check_started()
         return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
 
     def facts(self, environment: str) -> EnvironmentFacts:
