@@ -10,8 +10,10 @@ process, all before it are answered.
 
 import asyncio
 import itertools
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol
@@ -80,7 +82,7 @@ class _Loops:
                     loop.call_soon_threadsafe(self._start, loop, call)
             first.call_soon_threadsafe(ended.set)
 
-        threading.Thread(target=read, name="frames", daemon=True).start()
+        threading.Thread(target=_or_exit(read), name="frames", daemon=True).start()
         await ended.wait()
 
     def _place(self, call: Call) -> int:
@@ -132,9 +134,11 @@ class _Players:
         self._threads = 1
 
     def serve(self) -> None:
-        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        threading.Thread(target=_or_exit(self._read), name="frames", daemon=True).start()
         if self._most > 1:
-            threading.Thread(target=self._look_after, name="look after threads", daemon=True).start()
+            looking = threading.Thread(target=_or_exit(self._look_after), name="look after threads")
+            looking.daemon = True
+            looking.start()
         while (call := self._calls.get()) is not None:
             self._play(call)
 
@@ -182,17 +186,40 @@ class _Players:
             self._threads += 1
             # Told first: the host must know when it sees what the thread answers.
             self._sink.write(frames.encode({"threads": self._threads}))
-        threading.Thread(target=self._help, name="player", daemon=True).start()
+        try:
+            threading.Thread(target=self._help, name="player", daemon=True).start()
+        except RuntimeError:
+            # There is no memory for another one; those that there are go on.
+            self._most = self._threads - 1
+            self._less()
 
     def _help(self) -> None:
         while True:
             try:
                 call = self._calls.get(timeout=_IDLE_S)
             except Empty:
-                with self._lock:
-                    self._threads -= 1
-                    self._sink.write(frames.encode({"threads": self._threads}))
+                self._less()
                 return
             if call is None:
                 return
             self._play(call)
+
+    def _less(self) -> None:
+        with self._lock:
+            self._threads -= 1
+            self._sink.write(frames.encode({"threads": self._threads}))
+
+
+def _or_exit(work: Callable[[], None]) -> Callable[[], None]:
+    """The work of a thread without which the worker would only seem to live: what it raises, for want of
+    memory above all, ends the process, and its episodes are played elsewhere.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)
+
+    return run
