@@ -4,6 +4,7 @@ In-process sessions and the worker of env_host both play through this class, so 
 same in both. It knows nothing of threads, deadlines or the wire: how a method is called is an argument.
 """
 
+import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -183,6 +184,12 @@ class Runner:
             return await self._invoke(lambda: _contained(method))
         except _Left as left:
             raise EnvironmentRaised(f"{self._cls.__name__}.{name}", left.cause) from left.cause
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled us: it is the environment's own.
+            raise EnvironmentRaised(f"{self._cls.__name__}.{name}", error) from error
         except (Exception, SystemExit) as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.{name}", error) from error
 

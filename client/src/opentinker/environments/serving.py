@@ -115,7 +115,11 @@ class _Loops:
         task.add_done_callback(self._running.discard)
 
     async def _serve(self, call: Call) -> None:
-        self._sink.write(await self._answer(call))
+        try:
+            frame = await self._answer(call)
+        except BaseException as error:  # nothing that an environment raises may end the loop
+            frame = _failed(call, error)
+        self._sink.write(frame)
 
 
 class _Players:
@@ -147,10 +151,7 @@ class _Players:
         try:
             frame = run_now(self._answer(call))
         except BaseException as error:  # sys.exit() too ends the episode that called it, and no thread
-            text = f"{type(error).__name__}: {error}"
-            frame = frames.encode(
-                {"id": call["id"], "error": {"kind": "raised", "text": text}, "digest": "", "env_ns": 0}
-            )
+            frame = _failed(call, error)
         self._sink.write(frame)
 
     def _read(self) -> None:
@@ -208,6 +209,13 @@ class _Players:
         with self._lock:
             self._threads -= 1
             self._sink.write(frames.encode({"threads": self._threads}))
+
+
+def _failed(call: Call, error: BaseException) -> bytes:
+    text = f"{type(error).__name__}: {error}"
+    return frames.encode(
+        {"id": call["id"], "error": {"kind": "raised", "text": text}, "digest": "", "env_ns": 0}
+    )
 
 
 def _or_exit(work: Callable[[], None]) -> Callable[[], None]:
