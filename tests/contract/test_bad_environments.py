@@ -8,7 +8,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +81,10 @@ class Place:
         return source
 
 
-@pytest.fixture(params=["here", "drive"])
+@pytest.fixture(params=["here", "drive", "unary"])
 async def place(request: pytest.FixtureRequest, host_port: int) -> AsyncIterator[Place]:
     async with open_channel(f"127.0.0.1:{host_port}") as channel:
         yield Place(request.param, channel)
-
-
-@pytest.fixture
-async def unary(host_port: int) -> AsyncIterator[Place]:
-    async with open_channel(f"127.0.0.1:{host_port}") as channel:
-        yield Place("unary", channel)
 
 
 class Script:
@@ -105,7 +99,9 @@ class Script:
         return Completion(0, ids, np.full(len(ids), -0.25, np.float32), StopReason.END, text, seed=1)
 
 
-async def play(source: EnvironmentSource, *texts: str, limits: Limits | None = None) -> Trajectory:
+async def play(
+    source: EnvironmentSource, *texts: str, limits: Limits | None = None, context: int = 1500
+) -> Trajectory:
     (session,) = await source.open_group(task={}, seed=0, size=1)
     loop = AgentLoop(
         Renderer(CHAT, source.info.tools),
@@ -115,7 +111,7 @@ async def play(source: EnvironmentSource, *texts: str, limits: Limits | None = N
         version=1,
         limits=limits or Limits(),
         max_tokens=None,
-        context_tokens=1000,
+        context_tokens=context,
         temperature=1.0,
     )
     episode = EpisodeLoop(session, {AGENT: loop}, limits or Limits())
@@ -124,79 +120,65 @@ async def play(source: EnvironmentSource, *texts: str, limits: Limits | None = N
     return trajectory
 
 
-def is_no_reward(played: Trajectory, end: EndReason) -> None:
-    assert played.end_reason is end, (played.end_reason, played.error)
-    assert played.reward.value is None
-    assert not played.counts
+CRASH = (EndReason.ENV_CRASH, None, False)
+SOLVED = (EndReason.TERMINATED, 1.0, True)
 
 
-async def beside_a_good_one(place: Place, env: type[Environment], bad: Any, good: EnvironmentSource) -> Trajectory:
-    """What the bad one came to; a good one is played at the same time, and is as it would be alone."""
-    played, other = await asyncio.gather(bad, play(good, "on", "on", "end"))
-    assert (other.end_reason, other.reward.value) == (EndReason.TERMINATED, 1.0), other.error
-    alone = await play(good, "on", "on", "end")
-    assert other.messages == alone.messages
-    return played  # type: ignore[no-any-return]
+def outcome(played: Trajectory) -> tuple[EndReason, float | None, bool]:
+    """Why it ended, its reward, whether that counts."""
+    return played.end_reason, played.reward.value, played.counts
 
 
-@pytest.mark.parametrize("env", [Bad, BadAsync])
-@pytest.mark.parametrize("misdeed", MISDEEDS)
-async def test_what_a_step_does_wrong_is_a_crash(place: Place, env: type[Environment], misdeed: str) -> None:
-    if (place.how, env, misdeed) == ("here", BadAsync, "is interrupted"):
-        pytest.skip("a KeyboardInterrupt on the event loop is the user's")
-    source = await place.source(env)
-    played = await beside_a_good_one(place, env, play(source, "on", misdeed, "end"), source)
-    is_no_reward(played, EndReason.ENV_CRASH)
-    assert len(played.turns) == 2
-    await source.close()
-
-
-async def test_all_of_them_at_once_by_a_call_each(unary: Place) -> None:
-    source = await unary.source(Bad)
-    good = [play(source, "on", "on", "end") for _ in MISDEEDS]
-    bad = [play(source, "on", misdeed, "end") for misdeed in MISDEEDS]
-    played = await asyncio.gather(*good, *bad)
-    assert {(each.end_reason, each.reward.value) for each in played[: len(good)]} == {
-        (EndReason.TERMINATED, 1.0)
-    }
-    for each in played[len(good) :]:
-        is_no_reward(each, EndReason.ENV_CRASH)
-    await source.close()
-
-
-@pytest.mark.parametrize("misdeed", sorted(set(MISDEEDS) - {"ends and starts over"}))
-async def test_what_reset_does_wrong_is_a_crash(place: Place, misdeed: str) -> None:
-    good = await place.source(Bad)
-    bad = await place.source(Bad, at="reset", misdeed=misdeed)
-    played = await beside_a_good_one(place, Bad, play(bad, "end"), good)
-    is_no_reward(played, EndReason.ENV_CRASH)
-    assert not played.turns
-    await good.close()
-    await bad.close()
-
-
-@pytest.mark.parametrize(
-    ("at", "misdeed"),
-    [
-        *(("finalize", name) for name in (*ENDINGS, "raises", "raises StopIteration", "leaves the program")),
-        *(("metrics", name) for name in ENDINGS),
-    ],
-)
-async def test_what_the_end_does_wrong_is_a_crash(place: Place, at: str, misdeed: str) -> None:
-    good = await place.source(Bad)
-    bad = await place.source(Bad, at=at, misdeed=misdeed)
-    played = await beside_a_good_one(place, Bad, play(bad, "on", "end"), good)
-    is_no_reward(played, EndReason.ENV_CRASH)
-    await good.close()
-    await bad.close()
+async def beside_good_ones(
+    source: EnvironmentSource, bad: Mapping[str, Coroutine[Any, Any, Trajectory]]
+) -> dict[str, Trajectory]:
+    """What the bad ones came to. As many good ones are played at the same time, and are as they are alone."""
+    alone = await play(source, "on", "on", "end")
+    played = await asyncio.gather(*bad.values(), *(play(source, "on", "on", "end") for _ in bad))
+    for good in played[len(bad) :]:
+        assert outcome(good) == SOLVED, good.error
+        assert good.messages == alone.messages
+    return dict(zip(bad, played, strict=False))
 
 
 @pytest.mark.parametrize("env", [Bad, BadAsync])
-@pytest.mark.parametrize("deed", HARMLESS)
-async def test_what_does_no_harm(place: Place, env: type[Environment], deed: str) -> None:
+async def test_what_a_step_does_wrong_is_a_crash(place: Place, env: type[Environment]) -> None:
     source = await place.source(env)
-    played = await beside_a_good_one(place, env, play(source, deed, deed, "end"), source)
-    assert (played.end_reason, played.reward.value) == (EndReason.TERMINATED, 1.0), played.error
+    # On the event loop of this process a KeyboardInterrupt is the user's.
+    mine = {"is interrupted"} if (place.how, env) == ("here", BadAsync) else set()
+    names = [name for name in MISDEEDS if name not in mine]
+    played = await beside_good_ones(source, {name: play(source, "on", name, "end") for name in names})
+    assert {name: outcome(each) for name, each in played.items()} == dict.fromkeys(names, CRASH)
+    assert {len(each.turns) for each in played.values()} == {2}
+    await source.close()
+
+
+async def test_what_reset_does_wrong_is_a_crash(place: Place) -> None:
+    good = await place.source(Bad)
+    bad = {name: await place.source(Bad, at="reset", misdeed=name) for name in MISDEEDS}
+    played = await beside_good_ones(good, {name: play(source, "end") for name, source in bad.items()})
+    assert {name: outcome(each) for name, each in played.items()} == dict.fromkeys(MISDEEDS, CRASH)
+    assert not any(each.turns for each in played.values())
+    for source in (good, *bad.values()):
+        await source.close()
+
+
+async def test_what_the_end_does_wrong_is_a_crash(place: Place) -> None:
+    good = await place.source(Bad)
+    wrong = [("finalize", name) for name in (*ENDINGS, "raises", "raises StopIteration", "leaves the program")]
+    wrong += [("metrics", name) for name in ENDINGS]
+    bad = {f"{at}: {name}": await place.source(Bad, at=at, misdeed=name) for at, name in wrong}
+    played = await beside_good_ones(good, {name: play(source, "on", "end") for name, source in bad.items()})
+    assert {name: outcome(each) for name, each in played.items()} == dict.fromkeys(bad, CRASH)
+    for source in (good, *bad.values()):
+        await source.close()
+
+
+@pytest.mark.parametrize("env", [Bad, BadAsync])
+async def test_what_does_no_harm(place: Place, env: type[Environment]) -> None:
+    source = await place.source(env)
+    played = await beside_good_ones(source, {name: play(source, name, name, "end") for name in HARMLESS})
+    assert {name: outcome(each) for name, each in played.items()} == dict.fromkeys(HARMLESS, SOLVED)
     await source.close()
 
 
@@ -206,20 +188,19 @@ async def test_memory_and_forks_in_a_process_of_its_own(
     host_port: int, how: str, env: type[Environment]
 ) -> None:
     async with open_channel(f"127.0.0.1:{host_port}") as channel:
-        place = Place(how, channel)
-        source = await place.source(env)
-        played = await beside_a_good_one(place, env, play(source, "on", "eats memory", "end"), source)
-        is_no_reward(played, EndReason.ENV_CRASH)
-        assert "MemoryError" in played.error
-        played = await beside_a_good_one(place, env, play(source, "forks in two", "on", "end"), source)
-        assert (played.end_reason, played.reward.value) == (EndReason.TERMINATED, 1.0), played.error
+        source = await Place(how, channel).source(env)
+        told = {name: play(source, "on", name, "end") for name in ("eats memory", "forks in two")}
+        played = await beside_good_ones(source, told)
+        assert outcome(played["eats memory"]) == CRASH
+        assert "MemoryError" in played["eats memory"].error
+        assert outcome(played["forks in two"]) == SOLVED, played["forks in two"].error
         await source.close()
 
 
 async def test_a_step_that_hangs_is_a_timeout(place: Place) -> None:
     source = await place.source(Bad, timeout_s=1.0)
-    played = await beside_a_good_one(place, Bad, play(source, "on", "hangs", "end"), source)
-    is_no_reward(played, EndReason.STEP_TIMEOUT)
+    played = await beside_good_ones(source, {"hangs": play(source, "on", "hangs", "end")})
+    assert outcome(played["hangs"]) == (EndReason.STEP_TIMEOUT, None, False)
     await source.close()
 
 
@@ -245,7 +226,7 @@ async def test_agents_that_never_stop(
 ) -> None:
     """What the model did counts, if there is a reward; without one there is none, and not 0."""
     source = await place.source(env)
-    played = await play(source, says, limits=limits)
+    played = await play(source, says, limits=limits, context=2500 if env is Belt else 1000)
     assert played.end_reason is end, played.error
     assert turns is None or len(played.turns) == turns
     assert played.reward.value is None

@@ -27,6 +27,8 @@ _SLOW_S = 0.005
 """A thread is added where calls take longer than this while the processor is idle."""
 _STUCK_LOOKS = 4
 """A thread is added where no call was begun in so many looks, whatever the processor does."""
+_STACK_BYTES = 2 * 1024 * 1024
+"""Of an added thread: it counts as memory that the worker took."""
 _IDLE_S = 10.0
 """After so long without a call an added thread ends."""
 
@@ -187,12 +189,15 @@ class _Players:
             self._threads += 1
             # Told first: the host must know when it sees what the thread answers.
             self._sink.write(frames.encode({"threads": self._threads}))
+        usual = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=self._help, name="player", daemon=True).start()
         except RuntimeError:
             # There is no memory for another one; those that there are go on.
             self._most = self._threads - 1
             self._less()
+        finally:
+            threading.stack_size(usual)
 
     def _help(self) -> None:
         while True:
