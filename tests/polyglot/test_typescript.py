@@ -1,5 +1,6 @@
-"""A TypeScript client, generated from the protos, trains a step and samples the result."""
+"""TypeScript clients, generated from the protos: one trains a step and samples the result, one plays episodes."""
 
+import asyncio
 import json
 import math
 import shutil
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import opentinker as ot
+from opentinker.environments import Action, environment_source
+from opentinker.environments.builtin import GuessNumber
 from opentinker_local import attach
+from tests.contract.test_environment_session import running_host
 
 FOLDER = Path(__file__).resolve().parent / "typescript"
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
@@ -49,6 +53,7 @@ def compiled() -> Path:
             f"--plugin=protoc-gen-ts_proto={plugin}",
             f"--ts_proto_out={generated}",
             f"--ts_proto_opt={OPTIONS}",
+            "google/rpc/error_details.proto",
             *sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "opentinkerapi").rglob("*.proto")),
         ],
         timeout=60,
@@ -91,3 +96,39 @@ def test_it_trains_a_step_and_samples_the_result(
         assert len(completion["tokens"]) == len(completion["logprobs"]) == 6
         assert all(math.isfinite(logprob) and logprob <= 0 for logprob in completion["logprobs"])
         assert completion["versions"] == ["1"]
+
+
+async def played_here(seed: int, options: dict[str, int], guesses: list[str]) -> dict[str, object]:
+    """The same episode of the same class in this process, as the program tells it."""
+    source = await environment_source(GuessNumber, options)
+    (session,) = await source.open_group(task={}, seed=seed, size=1)
+    seen: list[dict[str, object]] = [{"texts": [(await session.begin()).text], "rewards": []}]
+    for seq, guess in enumerate(guesses, start=1):
+        result = await session.step(Action(guess), seq)
+        reward = {"value": result.reward.value, "status": f"REWARD_STATUS_{result.reward.status}"}
+        seen.append({"texts": [result.observation.text] if result.observation else [], "rewards": [reward]})
+        if result.done:
+            break
+    end = await session.finalize()
+    reward = {"value": end.reward.value, "status": f"REWARD_STATUS_{end.reward.status}"}
+    return {"seen": seen, "rewards": [reward], "endReason": f"END_REASON_{end.end_reason}"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_plays_episodes_as_python_does(compiled: Path, tmp_path: Path) -> None:
+    """The environment's class is the same; so is what is seen and what it is worth, by whichever call."""
+    won, lost = ["50", "25", "12", "6", "3", "2", "1"], ["no idea", "51"] * 4
+    with running_host(tmp_path / "host") as port:
+        for seed, guesses in ((3, won), (2**64 - 1, lost)):
+            words = ["--address", f"127.0.0.1:{port}", "--environment", "guess_number", "--seed", str(seed)]
+            words += ["--options", '{"high": 50}', "--actions", json.dumps(guesses)]
+            found = json.loads(run(["node", str(compiled.parent / "episodes.js"), *words], timeout=60))
+            expected = asyncio.run(played_here(seed, {"high": 50}, guesses))
+            assert found["unary"] == found["drive"] == found["again"] == expected
+            assert found["unary"]["rewards"][0]["value"] is not None
+            errors = found["errors"]
+            assert errors["unary"] == errors["drive"]
+            assert errors["unary"]["reason"] == "STEP_OUT_OF_ORDER"
+            assert int(errors["unary"]["metadata"]["next_seq"]) == len(expected["seen"])  # type: ignore[arg-type]
+            assert (errors["unknown"]["code"], errors["unknown"]["reason"]) == (3, "UNKNOWN_ENVIRONMENT")

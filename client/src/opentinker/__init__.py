@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from opentinker.sampling.params import SamplingParams
     from opentinker.sampling.support import Support
     from opentinker.serving.deployments import Deployment, deployments
+    from opentinker.serving.played import PlayedEpisode, play, play_async
     from opentinker.serving.recorded import RecordedEpisode, record_episode
     from opentinker.serving.served import ServedModel
     from opentinker.supervised.held_out import HeldOut
@@ -128,6 +129,7 @@ _HOMES = {
     "sampling.params": ("SamplingParams",),
     "sampling.support": ("Support",),
     "serving.deployments": ("Deployment", "deployments"),
+    "serving.played": ("PlayedEpisode", "play", "play_async"),
     "serving.recorded": ("RecordedEpisode", "record_episode"),
     "serving.served": ("ServedModel",),
     "supervised.held_out": ("HeldOut",),
@@ -226,6 +228,7 @@ __all__ = [
     "OpenTinkerError",
     "OpponentPool",
     "Overlong",
+    "PlayedEpisode",
     "Policy",
     "RecordedEpisode",
     "Registered",
@@ -260,6 +263,8 @@ __all__ = [
     "fit_async",
     "kl",
     "off_policy",
+    "play",
+    "play_async",
     "record_episode",
     "reference_losses",
     "rollouts",

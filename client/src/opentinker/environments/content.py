@@ -19,6 +19,7 @@ IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 DTYPES = ("float32", "float64", "int32", "int64", "bool", "uint8")
 INLINE_MAX_BYTES = 2 * 1024 * 1024
 IMAGE_MAX_BYTES = 16 * 1024 * 1024
+JSON_MAX_CHARACTERS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ def dump_json(value: Any) -> str:
     """JSON text of a value. InvalidEpisodeData if it has none (NaN and inf have none)."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidEpisodeData(f"not representable as JSON: {error}") from None
 
 
@@ -256,7 +257,10 @@ def plain_json(value: Mapping[str, Any], what: str) -> dict[str, Any]:
     if not value:
         return {}
     try:
-        plain: dict[str, Any] = json.loads(dump_json(dict(value)))
+        text = dump_json(dict(value))
+        if len(text) > JSON_MAX_CHARACTERS:
+            raise InvalidEpisodeData(f"{len(text)} characters are over the {JSON_MAX_CHARACTERS}")
+        plain: dict[str, Any] = json.loads(text)
     except InvalidEpisodeData as error:
         raise InvalidEpisodeData(f"{what}: {error}") from None
     return plain

@@ -34,6 +34,7 @@ from opentinkerapi.runtime.errors import (
     EpisodeNotFound,
     InvalidArgument,
     OpenTinkerError,
+    Overloaded,
     Unavailable,
     from_rpc_error,
 )
@@ -42,6 +43,8 @@ from opentinkerapi.runtime.reasons import Reason
 LEASE_TTL_S = 60.0
 RECONNECT_S = 60.0
 """How long an unreachable host is waited for before its episodes are given up."""
+OVERLOADED_S = 1800.0
+"""How long a host that has no room yet is asked again: others' episodes have to end first."""
 _MAX_REOPENS = 3
 
 T = TypeVar("T")
@@ -249,11 +252,13 @@ class HostedEnvironment:
             self._renewals = None
 
     async def call(self, method: Callable[..., Awaitable[_Answer]], request: Any) -> _Answer:
-        """One call; an unreachable host is asked again for a while. Raises the client's typed errors.
+        """One call; an unreachable host is asked again for a while, one that is full for longer. Raises the
+        client's typed errors.
 
         Every method used here may be repeated: by its request_id, its seq, or because it reads.
         """
         give_up = time.monotonic() + self._reconnect_s
+        full_until = time.monotonic() + OVERLOADED_S
         # The host ends a step at its deadline; the slack is for a replay before it and for queueing.
         timeout = 60.0 + 4 * self._step_timeout_s
         pause = 0.1
@@ -262,9 +267,14 @@ class HostedEnvironment:
                 return await method(request, timeout=timeout)
             except grpc.RpcError as error:
                 typed = from_rpc_error(error)
-            except Unavailable as error:
+            except (Unavailable, Overloaded) as error:
                 typed = error
-            if not isinstance(typed, Unavailable) or time.monotonic() + pause > give_up:
+            now = time.monotonic()
+            if isinstance(typed, Overloaded):
+                give_up = now + self._reconnect_s  # it answers
+                if now + pause > full_until:
+                    raise typed from None
+            elif not isinstance(typed, Unavailable) or now + pause > give_up:
                 raise typed from None
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)

@@ -4,6 +4,7 @@ In-process sessions and the worker of env_host both play through this class, so 
 same in both. It knows nothing of threads, deadlines or the wire: how a method is called is an argument.
 """
 
+import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from opentinker.environments.base import Environment, EnvironmentClass, has_name
 from opentinker.environments.content import plain_json
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidEpisodeData
 from opentinker.environments.measures import read_metrics
+from opentinker.environments.observed import check_observation
 from opentinker.environments.rewards import Reward, RewardKind, RewardSum
 from opentinker.environments.types import AGENT, EndReason, Observation, StepResult
 
@@ -27,6 +29,14 @@ Invoke = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method of the environment and awaits what it returns if that is awaitable."""
 
 T = TypeVar("T")
+
+
+class _Left(Exception):
+    """The environment's code raised what would end more than its call: `sys.exit()`, a stray StopIteration."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 class EnvironmentRaised(Exception):
@@ -89,15 +99,15 @@ class Runner:
         if not self._named:
             if not isinstance(given, Observation):
                 raise self._wrong("reset", "an Observation", given)
-            return self._told({AGENT: given})
+            given = {AGENT: given}
         if not isinstance(given, Mapping) or not given:
             raise self._wrong("reset", "a dict of observations by agent", given)
         try:
             observations = observations_of(given)
             self._check_names(observations)
-        except ValueError as error:
+            return self._told(observations)
+        except Exception as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.reset", error) from None
-        return self._told(observations)
 
     async def step(self, actions: Actions) -> JointStep:
         """Apply the actions of those whose moves are pending."""
@@ -116,13 +126,14 @@ class Runner:
             late = sorted(self._gone & set(step.observations))
             if late and not step.done:
                 raise InvalidEpisodeData(f"a move of {late} is pending, for whom the episode is over")
-        except ValueError as error:
+            shown = step.showing(self._told(step.observations))
+        except Exception as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.step", error) from None
         if step.terminated:
             self._end = EndReason.TERMINATED
         elif step.truncated:
             self._end = EndReason.TRUNCATED
-        return step.showing(self._told(step.observations))
+        return shown
 
     async def finalize(self) -> JointResult:
         """The returns of the episode and its numbers; the same again when asked again."""
@@ -141,7 +152,7 @@ class Runner:
                 for name, sum_ in self._rewards.items()
             }
             metrics = read_metrics(numbers)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.finalize", error) from None
         self._result = JointResult(rewards, self._end, metrics)
         return self._result
@@ -158,6 +169,8 @@ class Runner:
         return self._environment
 
     def _told(self, observations: Observations) -> Observations:
+        for each in observations.values():
+            check_observation(each)
         if not self._cls.tell_legal_actions:
             return observations
         return {name: tell_legal_actions(each) for name, each in observations.items()}
@@ -168,13 +181,33 @@ class Runner:
 
     async def _call(self, name: str, method: Callable[[], Any]) -> Any:
         try:
-            return await self._invoke(method)
-        except Exception as error:
+            return await self._invoke(lambda: _contained(method))
+        except _Left as left:
+            raise EnvironmentRaised(f"{self._cls.__name__}.{name}", left.cause) from left.cause
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled us: it is the environment's own.
+            raise EnvironmentRaised(f"{self._cls.__name__}.{name}", error) from error
+        except (Exception, SystemExit) as error:
             raise EnvironmentRaised(f"{self._cls.__name__}.{name}", error) from error
 
     def _wrong(self, name: str, wanted: str, value: object) -> EnvironmentRaised:
         text = f"must return {wanted}, not {type(value).__name__}"
         return EnvironmentRaised(f"{self._cls.__name__}.{name}", InvalidEpisodeData(text))
+
+
+def _contained(method: Callable[[], Any]) -> Any:
+    try:
+        return method()
+    except StopIteration as error:
+        # It would end the coroutine that waits for it, or never get through to it from a thread.
+        raise _Left(error) from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise _Left(error) from error
 
 
 def _terminal(reward: Reward) -> Reward:

@@ -10,8 +10,10 @@ process, all before it are answered.
 
 import asyncio
 import itertools
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol
@@ -25,6 +27,8 @@ _SLOW_S = 0.005
 """A thread is added where calls take longer than this while the processor is idle."""
 _STUCK_LOOKS = 4
 """A thread is added where no call was begun in so many looks, whatever the processor does."""
+_STACK_BYTES = 2 * 1024 * 1024
+"""Of an added thread: it counts as memory that the worker took."""
 _IDLE_S = 10.0
 """After so long without a call an added thread ends."""
 
@@ -80,7 +84,7 @@ class _Loops:
                     loop.call_soon_threadsafe(self._start, loop, call)
             first.call_soon_threadsafe(ended.set)
 
-        threading.Thread(target=read, name="frames", daemon=True).start()
+        threading.Thread(target=_or_exit(read), name="frames", daemon=True).start()
         await ended.wait()
 
     def _place(self, call: Call) -> int:
@@ -113,7 +117,11 @@ class _Loops:
         task.add_done_callback(self._running.discard)
 
     async def _serve(self, call: Call) -> None:
-        self._sink.write(await self._answer(call))
+        try:
+            frame = await self._answer(call)
+        except BaseException as error:  # nothing that an environment raises may end the loop
+            frame = _failed(call, error)
+        self._sink.write(frame)
 
 
 class _Players:
@@ -132,9 +140,11 @@ class _Players:
         self._threads = 1
 
     def serve(self) -> None:
-        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        threading.Thread(target=_or_exit(self._read), name="frames", daemon=True).start()
         if self._most > 1:
-            threading.Thread(target=self._look_after, name="look after threads", daemon=True).start()
+            looking = threading.Thread(target=_or_exit(self._look_after), name="look after threads")
+            looking.daemon = True
+            looking.start()
         while (call := self._calls.get()) is not None:
             self._play(call)
 
@@ -143,10 +153,7 @@ class _Players:
         try:
             frame = run_now(self._answer(call))
         except BaseException as error:  # sys.exit() too ends the episode that called it, and no thread
-            text = f"{type(error).__name__}: {error}"
-            frame = frames.encode(
-                {"id": call["id"], "error": {"kind": "raised", "text": text}, "digest": "", "env_ns": 0}
-            )
+            frame = _failed(call, error)
         self._sink.write(frame)
 
     def _read(self) -> None:
@@ -182,17 +189,50 @@ class _Players:
             self._threads += 1
             # Told first: the host must know when it sees what the thread answers.
             self._sink.write(frames.encode({"threads": self._threads}))
-        threading.Thread(target=self._help, name="player", daemon=True).start()
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=self._help, name="player", daemon=True).start()
+        except RuntimeError:
+            # There is no memory for another one; those that there are go on.
+            self._most = self._threads - 1
+            self._less()
+        finally:
+            threading.stack_size(usual)
 
     def _help(self) -> None:
         while True:
             try:
                 call = self._calls.get(timeout=_IDLE_S)
             except Empty:
-                with self._lock:
-                    self._threads -= 1
-                    self._sink.write(frames.encode({"threads": self._threads}))
+                self._less()
                 return
             if call is None:
                 return
             self._play(call)
+
+    def _less(self) -> None:
+        with self._lock:
+            self._threads -= 1
+            self._sink.write(frames.encode({"threads": self._threads}))
+
+
+def _failed(call: Call, error: BaseException) -> bytes:
+    text = f"{type(error).__name__}: {error}"
+    return frames.encode(
+        {"id": call["id"], "error": {"kind": "raised", "text": text}, "digest": "", "env_ns": 0}
+    )
+
+
+def _or_exit(work: Callable[[], None]) -> Callable[[], None]:
+    """The work of a thread without which the worker would only seem to live: what it raises, for want of
+    memory above all, ends the process, and its episodes are played elsewhere.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)
+
+    return run

@@ -25,6 +25,8 @@ _END_REASONS: Mapping[str, EndReason] = {
     Reason.ENV_CRASHED: EndReason.ENV_CRASH,
     Reason.STEP_TIMEOUT: EndReason.STEP_TIMEOUT,
     Reason.EPISODE_NOT_FOUND: EndReason.LEASE_EXPIRED,
+    Reason.MESSAGE_TOO_LARGE: EndReason.ENV_CRASH,
+    Reason.OVERLOADED: EndReason.SANDBOX_LOST,
 }
 
 T = TypeVar("T")

@@ -10,9 +10,11 @@ Request: {"calls": [{"id", "op", "episode", ...}, ...]}. Answer, one for each ca
 """
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -35,6 +37,8 @@ from opentinker.environments.runner import EnvironmentRaised, Runner
 from opentinker.environments.serving import MAX_THREADS, serve_in_threads, serve_overlapping
 
 Answer = tuple[dict[str, Any], list[bytes]]
+MAX_ANSWER_BYTES = 15 * 1024 * 1024
+"""What still fits into a message of the host's, with room for what it adds."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,6 +67,12 @@ class Worker:
         try:
             header["answer"], blobs = await self._operations[request["op"]](request)
             header["digest"] = codec.digest(header["answer"], blobs)
+            header["env_ns"] = time.perf_counter_ns() - started
+            frame = frames.encode(header, blobs)
+            if len(frame) <= MAX_ANSWER_BYTES:
+                return frame
+            text = f"an answer of {len(frame)} bytes is over the {MAX_ANSWER_BYTES} that travel"
+            header["error"] = {"kind": "raised", "text": text}
         except EnvironmentRaised as raised:
             sys.stderr.write(raised.trace)
             header["error"] = {"kind": "raised", "text": raised.text}
@@ -71,8 +81,8 @@ class Worker:
         except Exception as error:
             traceback.print_exc()
             header["error"] = {"kind": "raised", "text": f"{type(error).__name__}: {error}"}
-        header["env_ns"] = time.perf_counter_ns() - started
-        return frames.encode(header, blobs)
+        failed = {"id": request["id"], "error": header["error"], "digest": ""}
+        return frames.encode({**failed, "env_ns": time.perf_counter_ns() - started})
 
     async def _begin(self, request: Mapping[str, Any]) -> Answer:
         runner = Runner(self._cls, request["options"])
@@ -119,10 +129,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", default="", help="the name it is hosted under")
     parser.add_argument("--path", action="append", default=[], help="folder to find the module in")
     parser.add_argument("--threads", type=int, default=0, help="most threads that play; 0: by itself")
+    parser.add_argument("--memory", type=int, default=0, help="bytes that it may take; 0: any")
     parser.add_argument("--parent", type=int, default=0, help="process id of the host")
     arguments = parser.parse_args(argv)
     source, sink = _take_standard_streams()
     _die_with(arguments.parent)
+    _bound_memory(arguments.memory)
     try:
         worker = Worker(load(arguments.target, arguments.path), arguments.name)
     except Exception as error:
@@ -171,17 +183,33 @@ def _take_standard_streams() -> tuple[BinaryIO, "Sink"]:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
-    return source, Sink(sink)
+    writer = Sink(sink)
+
+    def leave() -> None:
+        # A fork that the environment makes is not the worker: it must answer nothing, and the pipes must end
+        # when the worker does.
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (source.fileno(), sink):
+            os.dup2(null, fd)
+        os.close(null)
+        writer.left = True
+
+    os.register_at_fork(after_in_child=leave)
+    return source, writer
 
 
 class Sink:
     """Writes whole frames to a pipe, whose `write` may take less than it is given. Any thread may."""
 
     def __init__(self, fd: int) -> None:
+        self.left = False
+        """This process is a fork of the worker."""
         self._fd = fd
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
+        if self.left:
+            os._exit(0)
         view = memoryview(data)
         try:
             with self._lock:
@@ -198,6 +226,17 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
+
+
+def _bound_memory(most: int) -> None:
+    """A limit on what this process may allocate: whoever asks for more gets a MemoryError. Where the machine
+    itself has none left, the kernel is to take a worker and not its host.
+    """
+    if most:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
 
 
 if __name__ == "__main__":

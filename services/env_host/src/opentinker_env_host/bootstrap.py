@@ -134,6 +134,7 @@ def _program(settings: EnvHostSettings, name: str, entry: EnvironmentSettings) -
         log_dir=settings.state_dir / "logs" / "workers",
         start_timeout_s=settings.start_timeout_s,
         threads=entry.threads,
+        memory_bytes=settings.worker_memory_bytes,
     )
 
 

@@ -66,6 +66,10 @@ class EnvHostSettings(ServerSettings):
     """Episodes after which a worker is replaced."""
     recycle_bytes: int = Field(default=2 << 30, ge=1 << 20)
     """Resident memory from which on a worker is replaced once its episodes are over."""
+    worker_memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
+    """What one worker process may allocate, and each process that it starts. The episode that asks for more
+    ends as ENV_CRASH.
+    """
     start_timeout_s: float = Field(default=60.0, gt=0)
     """How long a worker may take to import its environment."""
     max_episodes: int = Field(default=8192, ge=1)

@@ -2,6 +2,7 @@
 
 import { credentials, Metadata, type ClientReadableStream, type ServiceError } from "@grpc/grpc-js";
 
+import { ErrorInfo } from "../gen/google/rpc/error_details.js";
 import { Status } from "../gen/google/rpc/status.js";
 
 const DEADLINE_MS = 120_000;
@@ -15,7 +16,7 @@ export const insecure = credentials.createInsecure();
 
 export function metadata(connection: Connection): Metadata {
   const sent = new Metadata();
-  sent.set("authorization", `Bearer ${connection.key}`);
+  if (connection.key) sent.set("authorization", `Bearer ${connection.key}`);
   // Trainer, inference and environment host ask for which job a call is made.
   if (connection.jobToken) sent.set("x-opentinker-job-token", connection.jobToken);
   return sent;
@@ -25,11 +26,29 @@ export function deadline(): { deadline: Date } {
   return { deadline: new Date(Date.now() + DEADLINE_MS) };
 }
 
+// An error with the reason that programs decide by, as in docs: EPISODE_NOT_FOUND, STEP_OUT_OF_ORDER, ...
+export class CallError extends Error {
+  constructor(
+    message: string,
+    readonly code: number,
+    readonly reason: string,
+    readonly metadata: Record<string, string>,
+  ) {
+    super(`${message} [${reason || code}]`);
+  }
+}
+
+export function errorOf(status: Status): CallError {
+  const any = status.details.find(({ typeUrl }) => typeUrl.endsWith("/google.rpc.ErrorInfo"));
+  const info = any && ErrorInfo.decode(any.value);
+  return new CallError(status.message, status.code, info?.reason ?? "", info?.metadata ?? {});
+}
+
 // The status details hold the reason; without them the code and text of gRPC must do.
-export function readable(error: ServiceError): Error {
+export function readable(error: ServiceError): CallError {
   const [details] = error.metadata?.get("grpc-status-details-bin") ?? [];
-  const kinds = Buffer.isBuffer(details) ? Status.decode(details).details.map((any) => any.typeUrl) : [];
-  return new Error(`${error.message} [${kinds.join(", ")}]`);
+  if (Buffer.isBuffer(details)) return errorOf(Status.decode(details));
+  return new CallError(error.message, error.code, "", {});
 }
 
 // Turns a call that takes a callback into a promise.

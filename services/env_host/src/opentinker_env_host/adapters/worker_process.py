@@ -231,6 +231,8 @@ class WorkerProgram:
     start_timeout_s: float
     threads: int | None = None
     """Most threads that play in one worker; None: as the worker does by itself."""
+    memory_bytes: int = 0
+    """What each process may allocate; 0: whatever there is."""
 
 
 class ProcessLauncher:
@@ -250,6 +252,8 @@ class ProcessLauncher:
             arguments += ["--path", str(folder)]
         if program.threads is not None:
             arguments += ["--threads", str(program.threads)]
+        if program.memory_bytes:
+            arguments += ["--memory", str(program.memory_bytes)]
         arguments += ["--parent", str(os.getpid())]
         with log_path.open("ab") as log_file:
             try:

@@ -61,6 +61,8 @@ class Episode:
     failure: ServiceError | None = None
     crashes: int = 0
     """Workers that died while they worked on it."""
+    on_trial: bool = False
+    """The call that may have killed its worker is being made again."""
     restores: int = 0
     closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -121,7 +121,11 @@ class Player:
                 if episode.worker is None or not episode.worker.alive:
                     replayed = await self._restore(episode) or replayed
                 assert episode.worker is not None
-                return await call(episode.worker), replayed
+                reply = await call(episode.worker)
+                if episode.on_trial:
+                    episode.on_trial = False
+                    self._pools[episode.recipe.environment].cleared(episode.name)
+                return reply, replayed
             except WorkerLost as lost:
                 episode.crashes += lost.suspect
                 log.warning("episode lost its worker", episode=episode.name, error=str(lost))
@@ -144,8 +148,9 @@ class Player:
         await self._let_go(episode)
         if episode.begun:
             await self._check_replayable(episode, pool)
-        # Who may have killed a worker gets one of its own: a second death then hits nobody else.
-        episode.worker = await pool.acquire(episode.name, alone=episode.crashes > 0)
+        # Who may have killed a worker is tried alone: a second death then ends nobody else.
+        episode.on_trial = episode.crashes > 0
+        episode.worker = await pool.acquire(episode.name, alone=episode.on_trial)
         if not episode.begun:
             return False
         try:

@@ -39,6 +39,10 @@ class _Seat:
     served: int = 0
     retiring: bool = False
     """Takes no new episode and ends with its last one."""
+    trial: bool = False
+    """Only for episodes that are suspected to have killed a worker."""
+    tried: str = ""
+    """The one whose call is running there that may kill it again."""
 
 
 class WorkerPool:
@@ -87,15 +91,24 @@ class WorkerPool:
     async def acquire(self, episode: str, *, alone: bool = False) -> Worker:
         """The worker for an episode; waits while an exclusive environment has none free.
 
-        `alone` gives it one of its own: it is suspected to have killed one. Raises NoWorkerFree after waiting
-        for long, WorkerUnusable if none can be started.
+        `alone`: it is suspected to have killed one, and goes where no other call runs until it is `cleared`.
+        Raises NoWorkerFree after waiting for long, WorkerUnusable if none can be started.
         """
         seat = await self._seat(alone)
         seat.episodes.add(episode)
         seat.served += 1
-        seat.retiring = seat.retiring or alone or seat.served >= self._limits.recycle_episodes
+        seat.retiring = seat.retiring or seat.served >= self._limits.recycle_episodes
+        if alone:
+            seat.trial, seat.tried = True, episode
         self._refill()
         return seat.worker
+
+    def cleared(self, episode: str) -> None:
+        """The call that it was suspected for was answered: its worker may take further suspects."""
+        for seat in self._seats:
+            if seat.tried == episode:
+                seat.tried = ""
+                self._notify()
 
     async def _seat(self, alone: bool) -> _Seat:
         exclusive = alone or self._limits.episodes_per_worker == 1
@@ -104,8 +117,8 @@ class WorkerPool:
             if self._stopped:
                 raise WorkerUnusable("the host stops")
             changed, failures = self._changed, self._failures
-            seat = self._choose(exclusive)
-            if seat is None and (alone or self._may_hire(exclusive)):
+            seat = self._choose_for_trial() if alone else self._choose(exclusive)
+            if seat is None and self._may_hire(exclusive, alone):
                 seat = await self._hire()
             if seat is not None and seat.worker.alive:
                 return seat
@@ -119,7 +132,10 @@ class WorkerPool:
                 if self._failures > failures and not self.workers:
                     raise WorkerUnusable(self.unusable)
 
-    def _may_hire(self, exclusive: bool) -> bool:
+    def _may_hire(self, exclusive: bool, alone: bool) -> bool:
+        if alone:
+            # A worker that dies under many calls leaves many suspects: they are tried one after the other.
+            return sum(seat.trial for seat in self._seats) + self._starting < self._limits.max_workers
         # Many who find a shared pool empty wait for one start, not for as many as there may be workers.
         return self._size() < self._limits.max_workers and (exclusive or self._starting == 0)
 
@@ -128,6 +144,9 @@ class WorkerPool:
         for seat in self._seats:
             if seat.worker is worker and episode in seat.episodes:
                 seat.episodes.discard(episode)
+                if seat.tried == episode:
+                    seat.tried = ""
+                seat.retiring = seat.retiring or (seat.trial and not seat.episodes)
                 self._end_if_spent(seat)
         self._notify()
 
@@ -141,7 +160,7 @@ class WorkerPool:
 
     def _choose(self, exclusive: bool) -> _Seat | None:
         """The free seat with the fewest episodes; None to start another worker (or wait for one)."""
-        open_seats = [seat for seat in self._seats if seat.worker.alive and not seat.retiring]
+        open_seats = [each for each in self._seats if _is_open(each) and not each.trial]
         if exclusive:
             return next((seat for seat in open_seats if not seat.episodes), None)
         if not open_seats:
@@ -150,8 +169,22 @@ class WorkerPool:
         full = len(best.episodes) >= self._limits.episodes_per_worker
         return None if full and self._size() < self._limits.max_workers else best
 
+    def _choose_for_trial(self) -> _Seat | None:
+        """Where no other call runs. Those that were cleared there lose nothing by another death: they are
+        played again.
+        """
+        open_seats = [each for each in self._seats if _is_open(each) and not each.tried]
+        if empty := next((seat for seat in open_seats if not seat.episodes), None):
+            return empty
+        if self.facts is None or not self.facts.deterministic:
+            return None
+        room = [
+            each for each in open_seats if each.trial and len(each.episodes) < self._limits.episodes_per_worker
+        ]
+        return min(room, key=lambda seat: len(seat.episodes), default=None)
+
     def _size(self) -> int:
-        return len(self.workers) + self._starting
+        return sum(seat.worker.alive and not seat.trial for seat in self._seats) + self._starting
 
     async def _hire(self) -> _Seat:
         self._starting += 1
@@ -197,7 +230,7 @@ class WorkerPool:
             self._filling = self._spawn(self._fill(), self._filled)
 
     def _missing(self) -> bool:
-        ready = [seat for seat in self._seats if seat.worker.alive and not seat.retiring]
+        ready = [each for each in self._seats if _is_open(each) and not each.trial]
         if self._limits.episodes_per_worker == 1:
             ready = [seat for seat in ready if not seat.episodes]
         return (
@@ -233,3 +266,8 @@ class WorkerPool:
 
         task.add_done_callback(done)
         return task
+
+
+def _is_open(seat: _Seat) -> bool:
+    """Whether it takes episodes."""
+    return seat.worker.alive and not seat.retiring
