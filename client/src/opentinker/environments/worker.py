@@ -132,8 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=0, help="bytes that it may take; 0: any")
     parser.add_argument("--parent", type=int, default=0, help="process id of the host")
     arguments = parser.parse_args(argv)
-    source, sink = _take_standard_streams()
-    _die_with(arguments.parent)
+    source, sink = take_standard_streams()
+    die_with(arguments.parent)
     _bound_memory(arguments.memory)
     try:
         worker = Worker(load(arguments.target, arguments.path), arguments.name)
@@ -175,7 +175,7 @@ def load(target: str, path: list[str]) -> EnvironmentClass:
     return cls
 
 
-def _take_standard_streams() -> tuple[BinaryIO, "Sink"]:
+def take_standard_streams() -> tuple[BinaryIO, "Sink"]:
     """The pipe to the host, out of reach of what the environment prints or reads."""
     source = os.fdopen(os.dup(0), "rb")
     sink = os.dup(1)
@@ -220,7 +220,7 @@ class Sink:
             os._exit(0)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its host dies, whatever the environment is doing."""
     if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from opentinker_env_host.domain.episode import Episode
+    from opentinker_env_host.domain.packages import Package
 
 Plain = Mapping[str, Any]
 """A JSON object; images and arrays in it are indices into the byte strings beside it."""
@@ -191,6 +192,80 @@ class Sandbox(Protocol):
 
     async def facts(self) -> SandboxFacts:
         """What there is; never raises."""
+        ...
+
+
+class BuildFailed(Exception):
+    """What a package needs cannot be installed. `requirement` names what, where that is known."""
+
+    def __init__(self, text: str, requirement: str = "") -> None:
+        super().__init__(text)
+        self.requirement = requirement
+
+
+class Packages(Protocol):
+    """Keeps uploaded packages. Calls block; each returns when it is kept."""
+
+    def load(self) -> "list[Package]":
+        """All versions of all projects."""
+        ...
+
+    def add(self, package: "Package", archive: bytes) -> None:
+        """Keep a new version under the next number, which the package is given."""
+        ...
+
+    def keep_result(self, package: "Package") -> None:
+        """Keep what became of it."""
+        ...
+
+    def archive(self, package: "Package") -> bytes:
+        """What was uploaded."""
+        ...
+
+    def remove(self, package: "Package") -> None:
+        """Forget a version."""
+        ...
+
+
+class Workshop(Protocol):
+    """Builds what packages run in, starts their workers, and probes environments."""
+
+    async def python(self) -> str:
+        """The version of Python that packages run on. MISSING_DEPENDENCY where there can be no jail."""
+        ...
+
+    async def check(self, archive: bytes) -> None:
+        """ServiceError INVALID_FIELD for an archive that is not taken."""
+        ...
+
+    async def build(self, package: "Package", archive: bytes) -> None:
+        """Make what its workers need. BuildFailed."""
+        ...
+
+    def is_built(self, package: "Package") -> bool:
+        """Whether what its workers need is there, once `python` was asked for."""
+        ...
+
+    def launcher(self, package: "Package") -> WorkerLauncher:
+        """Starts its workers, once it is built."""
+        ...
+
+    def logs(self, package: "Package", tail_bytes: int) -> tuple[str, list[tuple[str, str]]]:
+        """The ends of what its build and its workers wrote. Blocks."""
+        ...
+
+    def remove(self, package: "Package", others: "Sequence[Package]") -> None:
+        """Delete what none of the others needs. Blocks."""
+        ...
+
+
+class Prober(Protocol):
+    """Measures environments."""
+
+    async def probe(self, environment: "str | Package", request: Plain) -> Plain:
+        """The report of a probe, in processes of its own. ServiceError INVALID_FIELD, ENV_CRASHED,
+        STEP_TIMEOUT.
+        """
         ...
 
 

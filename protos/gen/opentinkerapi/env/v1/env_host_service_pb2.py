@@ -29,9 +29,10 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from opentinkerapi.data.v1 import trajectory_pb2 as opentinkerapi_dot_data_dot_v1_dot_trajectory__pb2
 from opentinkerapi.env.v1 import capabilities_pb2 as opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2
 from opentinkerapi.env.v1 import environment_pb2 as opentinkerapi_dot_env_dot_v1_dot_environment__pb2
+from opentinkerapi.env.v1 import package_pb2 as opentinkerapi_dot_env_dot_v1_dot_package__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+opentinkerapi/env/v1/env_host_service.proto\x12\x14opentinkerapi.env.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a&opentinkerapi/data/v1/trajectory.proto\x1a\'opentinkerapi/env/v1/capabilities.proto\x1a&opentinkerapi/env/v1/environment.proto\"L\n\x17ListEnvironmentsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"x\n\x18ListEnvironmentsResponse\x12=\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"+\n\x15GetEnvironmentRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"V\n\x16GetEnvironmentResponse\x12<\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\"\x91\x01\n\x10ListTasksRequest\x12\x19\n\x0b\x65nvironment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05split\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"f\n\x11ListTasksResponse\x12\x18\n\ntasks_json\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\ntotal_size\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\"\xa8\x02\n\x10OpenGroupRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x65nvironment\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x04 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x17\n\ttask_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x06 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\tlease_ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x35\n\x0cstep_timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"w\n\x11OpenGroupResponse\x12\x13\n\x05group\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08\x65pisodes\x18\x02 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\">\n\x0c\x42\x65ginRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"N\n\rBeginResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\"\x8a\x01\n\x0bStepRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x38\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentActionB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xd3\x02\n\x0cStepResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\x12\x38\n\x07rewards\x18\x02 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12\x18\n\nterminated\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttruncated\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tinfo_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08replayed\x18\x06 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x31\n\x08\x65nv_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x12\x33\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x1e.opentinkerapi.env.v1.AgentEndB\x04\xe2\x41\x01\x03\"A\n\x0f\x46inalizeRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xa4\x01\n\x10\x46inalizeResponse\x12\x38\n\x07rewards\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12:\n\nend_reason\x18\x02 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x03\x12\x1a\n\x0cmetrics_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\"]\n\x0c\x44riveRequest\x12\x34\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x1f.opentinkerapi.env.v1.DriveCallB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xdf\x01\n\tDriveCall\x12\x15\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x39\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\".opentinkerapi.env.v1.BeginRequestB\x04\xe2\x41\x01\x01H\x00\x12\x37\n\x04step\x18\x03 \x01(\x0b\x32!.opentinkerapi.env.v1.StepRequestB\x04\xe2\x41\x01\x01H\x00\x12?\n\x08\x66inalize\x18\x04 \x01(\x0b\x32%.opentinkerapi.env.v1.FinalizeRequestB\x04\xe2\x41\x01\x01H\x00\x42\x06\n\x04\x63\x61ll\"H\n\rDriveResponse\x12\x37\n\x07replies\x18\x01 \x03(\x0b\x32 .opentinkerapi.env.v1.DriveReplyB\x04\xe2\x41\x01\x03\"\x8f\x02\n\nDriveReply\x12\x15\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12:\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32#.opentinkerapi.env.v1.BeginResponseB\x04\xe2\x41\x01\x03H\x00\x12\x38\n\x04step\x18\x03 \x01(\x0b\x32\".opentinkerapi.env.v1.StepResponseB\x04\xe2\x41\x01\x03H\x00\x12@\n\x08\x66inalize\x18\x04 \x01(\x0b\x32&.opentinkerapi.env.v1.FinalizeResponseB\x04\xe2\x41\x01\x03H\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.StatusB\x04\xe2\x41\x01\x03H\x00\x42\x07\n\x05reply\"G\n\x14\x43loseEpisodesRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x17\n\x15\x43loseEpisodesResponse\"D\n\x11RenewLeaseRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"h\n\x12RenewLeaseResponse\x12\x1b\n\rlost_episodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x32\xb9\x08\n\x0e\x45nvHostService\x12n\n\x0fGetCapabilities\x12,.opentinkerapi.env.v1.GetCapabilitiesRequest\x1a-.opentinkerapi.env.v1.GetCapabilitiesResponse\x12q\n\x10ListEnvironments\x12-.opentinkerapi.env.v1.ListEnvironmentsRequest\x1a..opentinkerapi.env.v1.ListEnvironmentsResponse\x12k\n\x0eGetEnvironment\x12+.opentinkerapi.env.v1.GetEnvironmentRequest\x1a,.opentinkerapi.env.v1.GetEnvironmentResponse\x12\\\n\tListTasks\x12&.opentinkerapi.env.v1.ListTasksRequest\x1a\'.opentinkerapi.env.v1.ListTasksResponse\x12\\\n\tOpenGroup\x12&.opentinkerapi.env.v1.OpenGroupRequest\x1a\'.opentinkerapi.env.v1.OpenGroupResponse\x12P\n\x05\x42\x65gin\x12\".opentinkerapi.env.v1.BeginRequest\x1a#.opentinkerapi.env.v1.BeginResponse\x12M\n\x04Step\x12!.opentinkerapi.env.v1.StepRequest\x1a\".opentinkerapi.env.v1.StepResponse\x12Y\n\x08\x46inalize\x12%.opentinkerapi.env.v1.FinalizeRequest\x1a&.opentinkerapi.env.v1.FinalizeResponse\x12T\n\x05\x44rive\x12\".opentinkerapi.env.v1.DriveRequest\x1a#.opentinkerapi.env.v1.DriveResponse(\x01\x30\x01\x12h\n\rCloseEpisodes\x12*.opentinkerapi.env.v1.CloseEpisodesRequest\x1a+.opentinkerapi.env.v1.CloseEpisodesResponse\x12_\n\nRenewLease\x12\'.opentinkerapi.env.v1.RenewLeaseRequest\x1a(.opentinkerapi.env.v1.RenewLeaseResponseBS\n\x19\x64\x65v.opentinker.api.env.v1B\x13\x45nvHostServiceProtoP\x01Z\x1fopentinker.dev/api/env/v1;envv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+opentinkerapi/env/v1/env_host_service.proto\x12\x14opentinkerapi.env.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a&opentinkerapi/data/v1/trajectory.proto\x1a\'opentinkerapi/env/v1/capabilities.proto\x1a&opentinkerapi/env/v1/environment.proto\x1a\"opentinkerapi/env/v1/package.proto\"L\n\x17ListEnvironmentsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"x\n\x18ListEnvironmentsResponse\x12=\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\"+\n\x15GetEnvironmentRequest\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"V\n\x16GetEnvironmentResponse\x12<\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32!.opentinkerapi.env.v1.EnvironmentB\x04\xe2\x41\x01\x03\"\x91\x01\n\x10ListTasksRequest\x12\x19\n\x0b\x65nvironment\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05split\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tpage_size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"f\n\x11ListTasksResponse\x12\x18\n\ntasks_json\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x1d\n\x0fnext_page_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x18\n\ntotal_size\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x03\"\xa8\x02\n\x10OpenGroupRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x65nvironment\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04size\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x12\n\x04seed\x18\x04 \x01(\x04\x42\x04\xe2\x41\x01\x01\x12\x17\n\ttask_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1a\n\x0coptions_json\x18\x06 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\tlease_ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x35\n\x0cstep_timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"w\n\x11OpenGroupResponse\x12\x13\n\x05group\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08\x65pisodes\x18\x02 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\">\n\x0c\x42\x65ginRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"N\n\rBeginResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\"\x8a\x01\n\x0bStepRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\x03seq\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x38\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentActionB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xd3\x02\n\x0cStepResponse\x12=\n\x07pending\x18\x01 \x03(\x0b\x32&.opentinkerapi.env.v1.AgentObservationB\x04\xe2\x41\x01\x03\x12\x38\n\x07rewards\x18\x02 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12\x18\n\nterminated\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\ttruncated\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tinfo_json\x18\x05 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08replayed\x18\x06 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x31\n\x08\x65nv_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x12\x33\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x1e.opentinkerapi.env.v1.AgentEndB\x04\xe2\x41\x01\x03\"A\n\x0f\x46inalizeRequest\x12\x15\n\x07\x65pisode\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xa4\x01\n\x10\x46inalizeResponse\x12\x38\n\x07rewards\x18\x01 \x03(\x0b\x32!.opentinkerapi.env.v1.AgentRewardB\x04\xe2\x41\x01\x03\x12:\n\nend_reason\x18\x02 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x03\x12\x1a\n\x0cmetrics_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\"]\n\x0c\x44riveRequest\x12\x34\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x1f.opentinkerapi.env.v1.DriveCallB\x04\xe2\x41\x01\x01\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\xdf\x01\n\tDriveCall\x12\x15\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12\x39\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\".opentinkerapi.env.v1.BeginRequestB\x04\xe2\x41\x01\x01H\x00\x12\x37\n\x04step\x18\x03 \x01(\x0b\x32!.opentinkerapi.env.v1.StepRequestB\x04\xe2\x41\x01\x01H\x00\x12?\n\x08\x66inalize\x18\x04 \x01(\x0b\x32%.opentinkerapi.env.v1.FinalizeRequestB\x04\xe2\x41\x01\x01H\x00\x42\x06\n\x04\x63\x61ll\"H\n\rDriveResponse\x12\x37\n\x07replies\x18\x01 \x03(\x0b\x32 .opentinkerapi.env.v1.DriveReplyB\x04\xe2\x41\x01\x03\"\x8f\x02\n\nDriveReply\x12\x15\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12:\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32#.opentinkerapi.env.v1.BeginResponseB\x04\xe2\x41\x01\x03H\x00\x12\x38\n\x04step\x18\x03 \x01(\x0b\x32\".opentinkerapi.env.v1.StepResponseB\x04\xe2\x41\x01\x03H\x00\x12@\n\x08\x66inalize\x18\x04 \x01(\x0b\x32&.opentinkerapi.env.v1.FinalizeResponseB\x04\xe2\x41\x01\x03H\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.StatusB\x04\xe2\x41\x01\x03H\x00\x42\x07\n\x05reply\"G\n\x14\x43loseEpisodesRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"\x17\n\x15\x43loseEpisodesResponse\"D\n\x11RenewLeaseRequest\x12\x16\n\x08\x65pisodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x17\n\tjob_token\x18\x0f \x01(\tB\x04\xe2\x41\x01\x01\"h\n\x12RenewLeaseResponse\x12\x1b\n\rlost_episodes\x18\x01 \x03(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x32\xa4\x0e\n\x0e\x45nvHostService\x12n\n\x0fGetCapabilities\x12,.opentinkerapi.env.v1.GetCapabilitiesRequest\x1a-.opentinkerapi.env.v1.GetCapabilitiesResponse\x12q\n\x10ListEnvironments\x12-.opentinkerapi.env.v1.ListEnvironmentsRequest\x1a..opentinkerapi.env.v1.ListEnvironmentsResponse\x12k\n\x0eGetEnvironment\x12+.opentinkerapi.env.v1.GetEnvironmentRequest\x1a,.opentinkerapi.env.v1.GetEnvironmentResponse\x12\\\n\tListTasks\x12&.opentinkerapi.env.v1.ListTasksRequest\x1a\'.opentinkerapi.env.v1.ListTasksResponse\x12h\n\rUploadPackage\x12*.opentinkerapi.env.v1.UploadPackageRequest\x1a+.opentinkerapi.env.v1.UploadPackageResponse\x12\x86\x01\n\x17ListEnvironmentVersions\x12\x34.opentinkerapi.env.v1.ListEnvironmentVersionsRequest\x1a\x35.opentinkerapi.env.v1.ListEnvironmentVersionsResponse\x12\x80\x01\n\x15GetEnvironmentVersion\x12\x32.opentinkerapi.env.v1.GetEnvironmentVersionRequest\x1a\x33.opentinkerapi.env.v1.GetEnvironmentVersionResponse\x12\x89\x01\n\x18\x44\x65leteEnvironmentVersion\x12\x35.opentinkerapi.env.v1.DeleteEnvironmentVersionRequest\x1a\x36.opentinkerapi.env.v1.DeleteEnvironmentVersionResponse\x12t\n\x11GetEnvironmentLog\x12..opentinkerapi.env.v1.GetEnvironmentLogRequest\x1a/.opentinkerapi.env.v1.GetEnvironmentLogResponse\x12q\n\x10ProbeEnvironment\x12-.opentinkerapi.env.v1.ProbeEnvironmentRequest\x1a..opentinkerapi.env.v1.ProbeEnvironmentResponse\x12\\\n\tOpenGroup\x12&.opentinkerapi.env.v1.OpenGroupRequest\x1a\'.opentinkerapi.env.v1.OpenGroupResponse\x12P\n\x05\x42\x65gin\x12\".opentinkerapi.env.v1.BeginRequest\x1a#.opentinkerapi.env.v1.BeginResponse\x12M\n\x04Step\x12!.opentinkerapi.env.v1.StepRequest\x1a\".opentinkerapi.env.v1.StepResponse\x12Y\n\x08\x46inalize\x12%.opentinkerapi.env.v1.FinalizeRequest\x1a&.opentinkerapi.env.v1.FinalizeResponse\x12T\n\x05\x44rive\x12\".opentinkerapi.env.v1.DriveRequest\x1a#.opentinkerapi.env.v1.DriveResponse(\x01\x30\x01\x12h\n\rCloseEpisodes\x12*.opentinkerapi.env.v1.CloseEpisodesRequest\x1a+.opentinkerapi.env.v1.CloseEpisodesResponse\x12_\n\nRenewLease\x12\'.opentinkerapi.env.v1.RenewLeaseRequest\x1a(.opentinkerapi.env.v1.RenewLeaseResponseBS\n\x19\x64\x65v.opentinker.api.env.v1B\x13\x45nvHostServiceProtoP\x01Z\x1fopentinker.dev/api/env/v1;envv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -167,50 +168,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENEWLEASERESPONSE'].fields_by_name['lost_episodes']._serialized_options = b'\342A\001\003'
   _globals['_RENEWLEASERESPONSE'].fields_by_name['expire_time']._loaded_options = None
   _globals['_RENEWLEASERESPONSE'].fields_by_name['expire_time']._serialized_options = b'\342A\001\003'
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=313
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=389
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=391
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=511
-  _globals['_GETENVIRONMENTREQUEST']._serialized_start=513
-  _globals['_GETENVIRONMENTREQUEST']._serialized_end=556
-  _globals['_GETENVIRONMENTRESPONSE']._serialized_start=558
-  _globals['_GETENVIRONMENTRESPONSE']._serialized_end=644
-  _globals['_LISTTASKSREQUEST']._serialized_start=647
-  _globals['_LISTTASKSREQUEST']._serialized_end=792
-  _globals['_LISTTASKSRESPONSE']._serialized_start=794
-  _globals['_LISTTASKSRESPONSE']._serialized_end=896
-  _globals['_OPENGROUPREQUEST']._serialized_start=899
-  _globals['_OPENGROUPREQUEST']._serialized_end=1195
-  _globals['_OPENGROUPRESPONSE']._serialized_start=1197
-  _globals['_OPENGROUPRESPONSE']._serialized_end=1316
-  _globals['_BEGINREQUEST']._serialized_start=1318
-  _globals['_BEGINREQUEST']._serialized_end=1380
-  _globals['_BEGINRESPONSE']._serialized_start=1382
-  _globals['_BEGINRESPONSE']._serialized_end=1460
-  _globals['_STEPREQUEST']._serialized_start=1463
-  _globals['_STEPREQUEST']._serialized_end=1601
-  _globals['_STEPRESPONSE']._serialized_start=1604
-  _globals['_STEPRESPONSE']._serialized_end=1943
-  _globals['_FINALIZEREQUEST']._serialized_start=1945
-  _globals['_FINALIZEREQUEST']._serialized_end=2010
-  _globals['_FINALIZERESPONSE']._serialized_start=2013
-  _globals['_FINALIZERESPONSE']._serialized_end=2177
-  _globals['_DRIVEREQUEST']._serialized_start=2179
-  _globals['_DRIVEREQUEST']._serialized_end=2272
-  _globals['_DRIVECALL']._serialized_start=2275
-  _globals['_DRIVECALL']._serialized_end=2498
-  _globals['_DRIVERESPONSE']._serialized_start=2500
-  _globals['_DRIVERESPONSE']._serialized_end=2572
-  _globals['_DRIVEREPLY']._serialized_start=2575
-  _globals['_DRIVEREPLY']._serialized_end=2846
-  _globals['_CLOSEEPISODESREQUEST']._serialized_start=2848
-  _globals['_CLOSEEPISODESREQUEST']._serialized_end=2919
-  _globals['_CLOSEEPISODESRESPONSE']._serialized_start=2921
-  _globals['_CLOSEEPISODESRESPONSE']._serialized_end=2944
-  _globals['_RENEWLEASEREQUEST']._serialized_start=2946
-  _globals['_RENEWLEASEREQUEST']._serialized_end=3014
-  _globals['_RENEWLEASERESPONSE']._serialized_start=3016
-  _globals['_RENEWLEASERESPONSE']._serialized_end=3120
-  _globals['_ENVHOSTSERVICE']._serialized_start=3123
-  _globals['_ENVHOSTSERVICE']._serialized_end=4204
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=349
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=425
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=427
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=547
+  _globals['_GETENVIRONMENTREQUEST']._serialized_start=549
+  _globals['_GETENVIRONMENTREQUEST']._serialized_end=592
+  _globals['_GETENVIRONMENTRESPONSE']._serialized_start=594
+  _globals['_GETENVIRONMENTRESPONSE']._serialized_end=680
+  _globals['_LISTTASKSREQUEST']._serialized_start=683
+  _globals['_LISTTASKSREQUEST']._serialized_end=828
+  _globals['_LISTTASKSRESPONSE']._serialized_start=830
+  _globals['_LISTTASKSRESPONSE']._serialized_end=932
+  _globals['_OPENGROUPREQUEST']._serialized_start=935
+  _globals['_OPENGROUPREQUEST']._serialized_end=1231
+  _globals['_OPENGROUPRESPONSE']._serialized_start=1233
+  _globals['_OPENGROUPRESPONSE']._serialized_end=1352
+  _globals['_BEGINREQUEST']._serialized_start=1354
+  _globals['_BEGINREQUEST']._serialized_end=1416
+  _globals['_BEGINRESPONSE']._serialized_start=1418
+  _globals['_BEGINRESPONSE']._serialized_end=1496
+  _globals['_STEPREQUEST']._serialized_start=1499
+  _globals['_STEPREQUEST']._serialized_end=1637
+  _globals['_STEPRESPONSE']._serialized_start=1640
+  _globals['_STEPRESPONSE']._serialized_end=1979
+  _globals['_FINALIZEREQUEST']._serialized_start=1981
+  _globals['_FINALIZEREQUEST']._serialized_end=2046
+  _globals['_FINALIZERESPONSE']._serialized_start=2049
+  _globals['_FINALIZERESPONSE']._serialized_end=2213
+  _globals['_DRIVEREQUEST']._serialized_start=2215
+  _globals['_DRIVEREQUEST']._serialized_end=2308
+  _globals['_DRIVECALL']._serialized_start=2311
+  _globals['_DRIVECALL']._serialized_end=2534
+  _globals['_DRIVERESPONSE']._serialized_start=2536
+  _globals['_DRIVERESPONSE']._serialized_end=2608
+  _globals['_DRIVEREPLY']._serialized_start=2611
+  _globals['_DRIVEREPLY']._serialized_end=2882
+  _globals['_CLOSEEPISODESREQUEST']._serialized_start=2884
+  _globals['_CLOSEEPISODESREQUEST']._serialized_end=2955
+  _globals['_CLOSEEPISODESRESPONSE']._serialized_start=2957
+  _globals['_CLOSEEPISODESRESPONSE']._serialized_end=2980
+  _globals['_RENEWLEASEREQUEST']._serialized_start=2982
+  _globals['_RENEWLEASEREQUEST']._serialized_end=3050
+  _globals['_RENEWLEASERESPONSE']._serialized_start=3052
+  _globals['_RENEWLEASERESPONSE']._serialized_end=3156
+  _globals['_ENVHOSTSERVICE']._serialized_start=3159
+  _globals['_ENVHOSTSERVICE']._serialized_end=4987
 # @@protoc_insertion_point(module_scope)

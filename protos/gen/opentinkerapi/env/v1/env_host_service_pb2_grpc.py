@@ -5,6 +5,7 @@ import warnings
 
 from opentinkerapi.env.v1 import capabilities_pb2 as opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2
+from opentinkerapi.env.v1 import package_pb2 as opentinkerapi_dot_env_dot_v1_dot_package__pb2
 
 GRPC_GENERATED_VERSION = '1.80.1'
 GRPC_VERSION = grpc.__version__
@@ -55,6 +56,36 @@ class EnvHostServiceStub(object):
                 '/opentinkerapi.env.v1.EnvHostService/ListTasks',
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksResponse.FromString,
+                _registered_method=True)
+        self.UploadPackage = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/UploadPackage',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageResponse.FromString,
+                _registered_method=True)
+        self.ListEnvironmentVersions = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/ListEnvironmentVersions',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsResponse.FromString,
+                _registered_method=True)
+        self.GetEnvironmentVersion = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentVersion',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionResponse.FromString,
+                _registered_method=True)
+        self.DeleteEnvironmentVersion = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/DeleteEnvironmentVersion',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionResponse.FromString,
+                _registered_method=True)
+        self.GetEnvironmentLog = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentLog',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogResponse.FromString,
+                _registered_method=True)
+        self.ProbeEnvironment = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/ProbeEnvironment',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentResponse.FromString,
                 _registered_method=True)
         self.OpenGroup = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/OpenGroup',
@@ -128,6 +159,60 @@ class EnvHostServiceServicer(object):
         """ListTasks returns a page of a split's tasks.
         Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, INVALID_PAGE_TOKEN, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING.
         Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UploadPackage(self, request, context):
+        """UploadPackage adds a version of an environment of the caller's project. It is built after the answer: see GetEnvironmentVersion.
+        Errors: INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, MISSING_DEPENDENCY, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Retry: safe with the same request_id; the same content again is the same version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEnvironmentVersions(self, request, context):
+        """ListEnvironmentVersions lists what the caller's project uploaded.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEnvironmentVersion(self, request, context):
+        """GetEnvironmentVersion returns a version, with the state of its build.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteEnvironmentVersion(self, request, context):
+        """DeleteEnvironmentVersion removes a version that no open episode is of. Its number is not given again.
+        Errors: INVALID_FIELD, INVALID_STATE, SERVER_STARTING.
+        Retry: safe; one that does not exist is passed over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEnvironmentLog(self, request, context):
+        """GetEnvironmentLog returns the ends of what a version's build and its workers wrote.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProbeEnvironment(self, request, context):
+        """ProbeEnvironment plays an environment in processes of its own and reports whether it repeats itself, heeds its seed and gives valid rewards, and how long it takes.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+        Retry: safe; it changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,6 +303,36 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
                     servicer.ListTasks,
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksRequest.FromString,
                     response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksResponse.SerializeToString,
+            ),
+            'UploadPackage': grpc.unary_unary_rpc_method_handler(
+                    servicer.UploadPackage,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageResponse.SerializeToString,
+            ),
+            'ListEnvironmentVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEnvironmentVersions,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsResponse.SerializeToString,
+            ),
+            'GetEnvironmentVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEnvironmentVersion,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionResponse.SerializeToString,
+            ),
+            'DeleteEnvironmentVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteEnvironmentVersion,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionResponse.SerializeToString,
+            ),
+            'GetEnvironmentLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEnvironmentLog,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogResponse.SerializeToString,
+            ),
+            'ProbeEnvironment': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeEnvironment,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentResponse.SerializeToString,
             ),
             'OpenGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenGroup,
@@ -364,6 +479,168 @@ class EnvHostService(object):
             '/opentinkerapi.env.v1.EnvHostService/ListTasks',
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksRequest.SerializeToString,
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadPackage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/UploadPackage',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEnvironmentVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/ListEnvironmentVersions',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEnvironmentVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentVersion',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteEnvironmentVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/DeleteEnvironmentVersion',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEnvironmentLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentLog',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeEnvironment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/ProbeEnvironment',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,19 +17,16 @@ import structlog
 
 from opentinker_env_host.domain.answers import FirstAnswers
 from opentinker_env_host.domain.episode import Answered, Episode, Recipe, not_found
-from opentinker_env_host.domain.player import MAX_CRASHES, Background, Player
+from opentinker_env_host.domain.packages import is_key
+from opentinker_env_host.domain.player import Background, Player
 from opentinker_env_host.domain.pool import WorkerPool
+from opentinker_env_host.domain.questions import Questions
 from opentinker_env_host.ports import (
     EnvironmentFacts,
     FailureSink,
     Journal,
     NoJournal,
-    NoWorkerFree,
-    OptionsRefused,
     Reply,
-    WorkerError,
-    WorkerLost,
-    WorkerTimedOut,
 )
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
@@ -37,7 +34,6 @@ from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
 
-CHECK_TIMEOUT_S = 30.0
 REAP_EVERY_S = 0.5
 MEMORY_EVERY = 20
 """Rounds of the reaper between two looks at the workers' memory."""
@@ -75,16 +71,16 @@ class EnvironmentHost:
         failures: FailureSink,
         journal: Journal | None = None,
     ) -> None:
-        self._pools = pools
+        self._pools = dict(pools)
         self._limits = limits
         self._clock = clock
         self._failures = failures
         self._journal = journal or NoJournal()
         self._episodes: dict[str, Episode] = {}
         self._answers: FirstAnswers[Group] = FirstAnswers(clock)
-        self._checked: set[tuple[str, str]] = set()
+        self._questions = Questions()
         self._background = Background()
-        self._player = Player(pools, failures, self._background, journal_steps=limits.journal_steps)
+        self._player = Player(self._pools, failures, self._background, journal_steps=limits.journal_steps)
         self._started = False
         self.opened: Counter[str] = Counter()
         """Episodes so far, by environment."""
@@ -101,9 +97,29 @@ class EnvironmentHost:
 
     @property
     def playable(self) -> dict[str, WorkerPool]:
-        """The environments that can be played, by name."""
+        """The environments of the settings that can be played, by name."""
         self.check_started()
-        return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
+        return {
+            name: pool for name, pool in self._pools.items() if pool.facts is not None and not is_key(name)
+        }
+
+    def is_hosted(self, environment: str) -> bool:
+        """Whether it is one of the settings, which all projects see."""
+        return environment in self._pools and not is_key(environment)
+
+    def open_pool(self, key: str, pool: WorkerPool) -> None:
+        """Have an uploaded environment played by these workers, which are started when they are needed."""
+        self._pools[key] = pool
+
+    async def close_pool(self, key: str) -> None:
+        """End the workers of an uploaded environment that has no open episodes."""
+        if (pool := self._pools.pop(key, None)) is not None:
+            await pool.stop()
+
+    def rest_pool(self, key: str) -> None:
+        """End those of its workers that nobody needs now."""
+        if (pool := self._pools.get(key)) is not None:
+            pool.rest()
 
     def facts(self, environment: str) -> EnvironmentFacts:
         """What a playable environment says about itself."""
@@ -133,7 +149,7 @@ class EnvironmentHost:
                 episode.renew(self._clock.monotonic())
                 self._episodes[episode.name] = episode
                 self._of_projects[episode.project] += 1
-        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        await asyncio.gather(*(pool.start() for name, pool in self._pools.items() if not is_key(name)))
         self._started = True
 
     async def stop(self) -> None:
@@ -146,7 +162,7 @@ class EnvironmentHost:
         """The pool of a playable environment."""
         playable = self.playable
         pool = self._pools.get(environment)
-        if pool is None:
+        if pool is None or (is_key(environment) and pool.facts is None):
             known = ", ".join(sorted(playable)) or "none"
             raise ServiceError(
                 Reason.UNKNOWN_ENVIRONMENT,
@@ -170,7 +186,7 @@ class EnvironmentHost:
             raise ServiceError(
                 Reason.INVALID_FIELD, f"{environment} has no split {split!r}; known: {known}", field="split"
             )
-        reply = await self._without_episode(
+        reply = await self._questions.ask(
             pool, "tasks", split=split, options=options, offset=offset, limit=limit
         )
         tasks = reply.answer["tasks"]
@@ -184,15 +200,22 @@ class EnvironmentHost:
         return tasks, reply.answer["total"]
 
     async def open_group(
-        self, request_id: str, recipe: Recipe, size: int, owner: str = "", project: str = ""
+        self,
+        request_id: str,
+        recipe: Recipe,
+        size: int,
+        owner: str = "",
+        project: str = "",
+        *,
+        asked: str = "",
     ) -> Group:
         """Open the episodes of a group, for the job `owner` of a project alone where one is named; a
-        repetition gets the first answer.
+        repetition gets the first answer. `asked` is what the caller called the environment.
         """
         if self.draining:
             raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
         body = json.dumps(
-            [recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
+            [asked or recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
         )
         return await self._answers.get(
             request_id, body, lambda: self._open_group(recipe, size, owner, project), scope=owner
@@ -207,8 +230,10 @@ class EnvironmentHost:
                 field="size",
             )
         self._check_room(size, project)
-        await self._check_options(pool, recipe.options)
+        await self._questions.check_options(pool, recipe.options)
+        # Meanwhile others were opened, or the environment was deleted.
         self._check_room(size, project)
+        self.pool(recipe.environment)
         now = self._clock.monotonic()
         group = secrets.token_hex(8)
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
@@ -274,7 +299,7 @@ class EnvironmentHost:
             await self.reap()
             rounds += 1
             if rounds % MEMORY_EVERY == 0:
-                for pool in self._pools.values():
+                for pool in list(self._pools.values()):
                     pool.check_memory()
                 self._journal.tidy(list(self._episodes.values()))
 
@@ -361,37 +386,6 @@ class EnvironmentHost:
                 "close some, or come back",
                 retry_after_s=1.0,
             )
-
-    async def _check_options(self, pool: WorkerPool, options: Mapping[str, Any]) -> None:
-        key = (pool.name, json.dumps(options, sort_keys=True))
-        if key not in self._checked:
-            await self._without_episode(pool, "check", options=options)
-            if len(self._checked) > 10_000:
-                self._checked.clear()
-            self._checked.add(key)
-
-    async def _without_episode(self, pool: WorkerPool, operation: str, **fields: Any) -> Reply:
-        """A question to any worker of the pool."""
-        ticket = f"{operation}-{secrets.token_hex(4)}"
-        for attempt in range(MAX_CRASHES):
-            try:
-                worker = await pool.acquire(ticket)
-                try:
-                    return await worker.call(operation, CHECK_TIMEOUT_S, **fields)
-                finally:
-                    await pool.release(ticket, worker)
-            except OptionsRefused as error:
-                raise ServiceError(Reason.INVALID_FIELD, str(error), field="options_json") from None
-            except WorkerLost as error:
-                log.warning("worker lost", environment=pool.name, operation=operation, attempt=attempt)
-                last: WorkerError = error
-            except WorkerTimedOut as error:
-                raise ServiceError(Reason.STEP_TIMEOUT, str(error)) from None
-            except NoWorkerFree as error:
-                raise ServiceError(Reason.OVERLOADED, str(error), retry_after_s=1.0) from None
-            except WorkerError as error:
-                raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
-        raise ServiceError(Reason.ENV_CRASHED, str(last))
 
 
 def _starting() -> ServiceError:

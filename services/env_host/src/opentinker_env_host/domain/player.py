@@ -54,6 +54,11 @@ class Background:
         for task in list(self._running):
             task.cancel()
 
+    async def end(self) -> None:
+        """End what still runs, and wait until it has."""
+        self.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():

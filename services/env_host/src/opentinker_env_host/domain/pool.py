@@ -158,6 +158,13 @@ class WorkerPool:
                 seat.retiring = True
                 self._end_if_spent(seat)
 
+    def rest(self) -> None:
+        """End the workers that nobody needs; the next episode waits for another to start."""
+        for seat in self._seats:
+            if not seat.episodes:
+                seat.retiring = True
+                self._end_if_spent(seat)
+
     def _choose(self, exclusive: bool) -> _Seat | None:
         """The free seat with the fewest episodes; None to start another worker (or wait for one)."""
         open_seats = [each for each in self._seats if _is_open(each) and not each.trial]
