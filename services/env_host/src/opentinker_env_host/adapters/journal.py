@@ -1,8 +1,9 @@
 """What episodes were made of and what they answered, in a file, for a host that is started again.
 
 Lines of JSON, each written before the caller is answered: whatever a caller has seen is here, even if the
-process is killed then. (A machine that loses its power may lose the last lines; their episodes are then out
-of step and end.) The file is rewritten with what is still open when it is read and when it has grown.
+process is killed then. (A machine that loses its power may lose the last lines; clients then play those episodes
+anew.) The file is rewritten with what is still open when it is read and when it has grown. A disk that is full ends
+no episode: the file is given up, and written anew once there is room.
 """
 
 import fcntl
@@ -37,6 +38,7 @@ class FileJournal:
         self._lock = -1
         self._size = 0
         self._grown = 0
+        self._given_up = False
 
     def load(self) -> list[Episode]:
         """The episodes that were open, with what they answered; expired until renewed."""
@@ -51,7 +53,7 @@ class FileJournal:
                 for line in lines:
                     try:
                         _apply(episodes, json.loads(line))
-                    except (ValueError, KeyError, TypeError) as error:
+                    except (ValueError, KeyError, TypeError, RecursionError) as error:
                         # The last line of a process that was killed, or of a full disk.
                         log.warning("journal has a line that cannot be read", error=str(error))
         self.rewrite(episodes.values())
@@ -75,19 +77,24 @@ class FileJournal:
 
     def tidy(self, episodes: Iterable[Episode]) -> None:
         """Rewrite the file with these, which are all that are open, if it has grown enough."""
-        if self._fd >= 0 and self._grown > max(self._rewrite_bytes, self._size):
+        if self._given_up or (self._fd >= 0 and self._grown > max(self._rewrite_bytes, self._size)):
             self.rewrite(episodes)
 
     def rewrite(self, episodes: Iterable[Episode]) -> None:
         """Have the file hold these and nothing else."""
         new = self._path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = fd
-        self._write(line for episode in episodes for line in _whole(episode))
-        os.replace(new, self._path)
-        self._size, self._grown = os.fstat(fd).st_size, 0
+        try:
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._given_up = fd, False
+            self._write(line for episode in episodes for line in _whole(episode))
+            if self._fd < 0:
+                return
+            os.replace(new, self._path)
+            self._size, self._grown = os.fstat(fd).st_size, 0
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Write no more; the file stays."""
@@ -95,6 +102,7 @@ class FileJournal:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock = -1
+        self._given_up = False
 
     def _take(self) -> bool:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,13 +119,24 @@ class FileJournal:
             return
         batch: list[bytes] = []
         size = 0
-        for line in lines:
-            batch.append(_dump(line).encode() + b"\n")
-            size += len(batch[-1])
-            if size > _BATCH_BYTES:
-                self._append(b"".join(batch))
-                batch, size = [], 0
-        self._append(b"".join(batch))
+        try:
+            for line in lines:
+                batch.append(_dump(line).encode() + b"\n")
+                size += len(batch[-1])
+                if size > _BATCH_BYTES:
+                    self._append(b"".join(batch))
+                    batch, size = [], 0
+            self._append(b"".join(batch))
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._given_up:
+            log.error("journal cannot be written; episodes do not survive a restart now", error=str(error))
+        self._given_up = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _append(self, data: bytes) -> None:
         self._grown += len(data)
