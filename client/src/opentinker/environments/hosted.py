@@ -93,7 +93,7 @@ class HostedSession(OneAgent):
 
     async def finalize_all(self) -> JointResult:
         async def call() -> JointResult:
-            request = pb.FinalizeRequest(episode=self._episode)
+            request = pb.FinalizeRequest(episode=self._episode, last_seq=len(self._journal))
             return result_from_proto(await self._owner.call(self._owner.calls.finalize, request))
 
         return await self._held(call)
