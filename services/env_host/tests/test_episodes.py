@@ -41,6 +41,11 @@ async def test_an_episode_from_begin_to_finalize(start: Start) -> None:
     assert json.loads(answer.info_json) == {"count": 14}
     result = await host.finalize(episode)
     assert result == await host.finalize(episode)
+    for last_seq in (1, 3):
+        with pytest.raises(FailedPrecondition) as raised:
+            await host.call(host.stub.Finalize(pb.FinalizeRequest(episode=episode, last_seq=last_seq)))
+        assert (raised.value.reason, raised.value.metadata["next_seq"]) == ("STEP_OUT_OF_ORDER", "3")
+    assert result == await host.call(host.stub.Finalize(pb.FinalizeRequest(episode=episode, last_seq=2)))
     assert result.rewards[0].reward.value == 14.5
     assert result.end_reason == trajectory_pb2.END_REASON_TERMINATED
     assert json.loads(result.metrics_json) == {"count": 14}

@@ -1,8 +1,8 @@
 """Episodes that run on env_host, behind the same port as those that run here.
 
-A session keeps what it needs to play its episode again: seed, task and actions. If the host lost the episode
-(it was restarted, or the lease ran out) the session opens it anew, replays, and goes on only if every answer
-is the same.
+A session keeps what it needs to play its episode again: seed, task and actions. If the host lost the episode, or
+its last steps (it was restarted, or the lease ran out), the session opens it anew, replays, and goes on only if
+every answer is the same.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceStub
 from opentinkerapi.runtime.errors import (
     EpisodeNotFound,
+    FailedPrecondition,
     InvalidArgument,
     OpenTinkerError,
     Overloaded,
@@ -92,7 +93,7 @@ class HostedSession(OneAgent):
 
     async def finalize_all(self) -> JointResult:
         async def call() -> JointResult:
-            request = pb.FinalizeRequest(episode=self._episode)
+            request = pb.FinalizeRequest(episode=self._episode, last_seq=len(self._journal))
             return result_from_proto(await self._owner.call(self._owner.calls.finalize, request))
 
         return await self._held(call)
@@ -124,9 +125,19 @@ class HostedSession(OneAgent):
                 if not self._owner.holds(self._episode):
                     raise  # closed by ourselves
                 await self._reopen(gone)
+            except FailedPrecondition as behind:
+                if not self._is_ahead(behind):
+                    raise
+                await self._reopen(behind)
         return await call()
 
-    async def _reopen(self, gone: EpisodeNotFound) -> None:
+    def _is_ahead(self, behind: FailedPrecondition) -> bool:
+        """Whether we have answers that the host no longer knows of: it lost the end of its journal."""
+        if behind.reason == Reason.STEP_OUT_OF_ORDER:
+            return int(behind.metadata.get("next_seq", 1 << 62)) <= len(self._journal)
+        return behind.reason == Reason.INVALID_STATE and self._first is not None and not self._journal
+
+    async def _reopen(self, gone: OpenTinkerError) -> None:
         if self._first is not None and not self._owner.info.deterministic:
             raise _lost("it does not promise to repeat itself") from gone
         old = self._episode

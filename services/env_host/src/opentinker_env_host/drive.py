@@ -116,7 +116,8 @@ class Drive:
                 return pb.DriveReply(begin=wire.begin_to_proto(first))
             case "finalize":
                 _check_token(call.finalize, "finalize")
-                result = await self._host.finalize(call.finalize.episode, job)
+                final = call.finalize
+                result = await self._host.finalize(final.episode, final.last_seq, job)
                 return pb.DriveReply(finalize=wire.result_to_proto(result))
             case _:
                 text = "a call is one of begin, step and finalize"

@@ -151,7 +151,8 @@ class EnvHostServicer(EnvHostServiceServicer):
         return wire.step_to_proto(await self._whole(step))
 
     async def Finalize(self, request: pb.FinalizeRequest, context: Any) -> pb.FinalizeResponse:
-        return wire.result_to_proto(await self._whole(self._host.finalize(request.episode, acting_job())))
+        finalize = self._host.finalize(request.episode, request.last_seq, acting_job())
+        return wire.result_to_proto(await self._whole(finalize))
 
     @checks_its_messages
     async def Drive(

@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +54,10 @@ class Counter(Environment):
             print("hello from the environment")  # noqa: T201
         if verb == "fork":
             os.system("sleep 300 &")
+        if verb == "daemon" and not os.fork():
+            os.setsid()
+            time.sleep(20)
+            os._exit(0)
         if verb == "end":
             return StepResult(None, reward=float(self._count), terminated=True, info={"count": self._count})
         return StepResult(self._see(), reward=0.5)
@@ -125,6 +130,17 @@ class Large(Environment):
 
     def step(self, action: Action) -> StepResult:
         return StepResult("x" * int(action.text))
+
+
+class Census(Counter):
+    """Tells how many of it there are in its process."""
+
+    living: ClassVar["weakref.WeakSet[Census]"] = weakref.WeakSet()
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        super().reset(seed=seed, task=task)
+        Census.living.add(self)
+        return Observation(f"{len(Census.living)} of us")
 
 
 class Broken:

@@ -436,20 +436,24 @@ class FinalizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPISODE_FIELD_NUMBER: _builtins.int
+    LAST_SEQ_FIELD_NUMBER: _builtins.int
     JOB_TOKEN_FIELD_NUMBER: _builtins.int
     episode: _builtins.str
     """"episodes/{episode}"."""
+    last_seq: _builtins.int
+    """The last seq that was answered. A host that lost steps answers STEP_OUT_OF_ORDER, not with the rewards of those that it knows. 0: whatever the host knows."""
     job_token: _builtins.str
     """Token of the job, of its newest lease; counts before one in the metadata. Needed where servers require it."""
     def __init__(
         self,
         *,
         episode: _builtins.str = ...,
+        last_seq: _builtins.int = ...,
         job_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "job_token", b"job_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "job_token", b"job_token", "last_seq", b"last_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -247,7 +247,7 @@ class EnvHostServiceServicer(object):
 
     def Finalize(self, request, context):
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, STEP_OUT_OF_ORDER, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

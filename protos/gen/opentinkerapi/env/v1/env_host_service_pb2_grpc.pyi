@@ -85,7 +85,7 @@ class EnvHostServiceStub:
     """
     Finalize: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.FinalizeRequest, _env_host_service_pb2.FinalizeResponse]
     """Finalize ends scoring and returns the rewards of the whole episode.
-    Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, STEP_OUT_OF_ORDER, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
     Retry: safe.
     """
     Drive: _aio.StreamStreamMultiCallable[_env_host_service_pb2.DriveRequest, _env_host_service_pb2.DriveResponse]
@@ -257,7 +257,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_env_host_service_pb2.FinalizeRequest, _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]],
     ) -> _abc.Awaitable[_env_host_service_pb2.FinalizeResponse]:
         """Finalize ends scoring and returns the rewards of the whole episode.
-        Errors: EPISODE_NOT_FOUND, INVALID_STATE, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, STEP_OUT_OF_ORDER, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
         Retry: safe.
         """
 

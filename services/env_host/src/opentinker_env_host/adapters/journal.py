@@ -2,8 +2,9 @@
 
 Lines of JSON, written by `flush` before callers are answered, those of many answers at once: whatever a
 caller has seen is here, even if the process is killed then. (A machine that loses its power may lose the last
-lines; their episodes are then out of step and end.) The file is rewritten with what is still open when it is
-read and when it has grown.
+lines; clients then play those episodes anew.) The file is rewritten with what is still open when it is read
+and when it has grown. A disk that is full ends no episode: the file is given up, and written anew once there
+is room.
 """
 
 import fcntl
@@ -39,6 +40,7 @@ class FileJournal:
         self._size = 0
         self._grown = 0
         self._waiting: list[bytes] = []
+        self._given_up = False
 
     def load(self) -> list[Episode]:
         """The episodes that were open, with what they answered; expired until renewed."""
@@ -53,7 +55,7 @@ class FileJournal:
                 for line in lines:
                     try:
                         _apply(episodes, json.loads(line))
-                    except (ValueError, KeyError, TypeError) as error:
+                    except (ValueError, KeyError, TypeError, RecursionError) as error:
                         # The last line of a process that was killed, or of a full disk.
                         log.warning("journal has a line that cannot be read", error=str(error))
         self.rewrite(episodes.values())
@@ -78,31 +80,39 @@ class FileJournal:
     def flush(self) -> None:
         """Have what was told so far in the file."""
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._append(b"".join(waiting))
+        if waiting and self._fd >= 0:
+            try:
+                self._append(b"".join(waiting))
+            except OSError as error:
+                self._give_up(error)
 
     def tidy(self, episodes: Iterable[Episode]) -> None:
         """Rewrite the file with these, which are all that are open, if it has grown enough."""
         self.flush()
-        if self._fd >= 0 and self._grown > max(self._rewrite_bytes, self._size):
+        if self._given_up or (self._fd >= 0 and self._grown > max(self._rewrite_bytes, self._size)):
             self.rewrite(episodes)
 
     def rewrite(self, episodes: Iterable[Episode]) -> None:
         """Have the file hold these and nothing else."""
         new = self._path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = fd
         # They are as they are now, whatever of it was still to be written.
         self._waiting.clear()
-        for episode in episodes:
-            self._add(_whole(episode))
-            if len(self._waiting) > _BATCH_LINES:
-                self.flush()
-        self.flush()
-        os.replace(new, self._path)
-        self._size, self._grown = os.fstat(fd).st_size, 0
+        try:
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._given_up = fd, False
+            for episode in episodes:
+                self._add(_whole(episode))
+                if len(self._waiting) > _BATCH_LINES:
+                    self.flush()
+            self.flush()
+            if self._fd < 0:
+                return
+            os.replace(new, self._path)
+            self._size, self._grown = os.fstat(fd).st_size, 0
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Write no more; the file stays."""
@@ -111,6 +121,7 @@ class FileJournal:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock = -1
+        self._given_up = False
 
     def _take(self) -> bool:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +136,14 @@ class FileJournal:
     def _add(self, lines: Iterable[list[Any]]) -> None:
         if self._fd >= 0:
             self._waiting += [_dump(line).encode() + b"\n" for line in lines]
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._given_up:
+            log.error("journal cannot be written; episodes do not survive a restart now", error=str(error))
+        self._given_up = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _append(self, data: bytes) -> None:
         self._grown += len(data)

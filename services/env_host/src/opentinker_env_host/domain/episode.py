@@ -97,16 +97,24 @@ class Episode:
                 )
             return self.last_answer
         if seq != self.last_seq + 1:
-            raise ServiceError(
-                Reason.STEP_OUT_OF_ORDER,
-                f"seq {seq} of {self.name} is out of order: the next is {self.last_seq + 1}",
-                metadata={"next_seq": self.last_seq + 1},
-            )
+            raise self._out_of_order(seq)
         if not self.begun:
             raise ServiceError(Reason.INVALID_STATE, f"{self.name} has not begun: call Begin first")
         if self.done or self.result is not None:
             raise ServiceError(Reason.INVALID_STATE, f"{self.name} has ended: it takes no more steps")
         return None
+
+    def check_last(self, seq: int) -> None:
+        """ServiceError unless `seq` was the last step."""
+        if seq != self.last_seq:
+            raise self._out_of_order(seq)
+
+    def _out_of_order(self, seq: int) -> ServiceError:
+        return ServiceError(
+            Reason.STEP_OUT_OF_ORDER,
+            f"seq {seq} of {self.name} is out of order: the next is {self.last_seq + 1}",
+            metadata={"next_seq": self.last_seq + 1},
+        )
 
     def check_movers(self, action: Mapping[str, Any]) -> None:
         """ServiceError unless each agent moves whose move is pending, and nobody else."""

@@ -266,9 +266,9 @@ class EnvironmentHost:
         """
         return await self._step(self._episode(name, owner), seq, key, action)
 
-    async def finalize(self, name: str, owner: str = "") -> Reply:
-        """The return of the episode."""
-        return await self._finalize(self._episode(name, owner))
+    async def finalize(self, name: str, last_seq: int = 0, owner: str = "") -> Reply:
+        """The return of the episode; refused where the caller was given more steps than are known here."""
+        return await self._finalize(self._episode(name, owner), last_seq)
 
     async def close(self, names: Sequence[str], owner: str = "") -> None:
         """Free episodes; unknown ones, and those of others, are passed over."""
@@ -365,8 +365,10 @@ class EnvironmentHost:
             self.env_seconds[episode.recipe.environment] += answered.reply.env_s
             return answered
 
-    async def _finalize(self, episode: Episode) -> Reply:
+    async def _finalize(self, episode: Episode, last_seq: int) -> Reply:
         async with self._at(episode):
+            if last_seq:
+                episode.check_last(last_seq)
             if episode.first is None:
                 raise ServiceError(Reason.INVALID_STATE, f"{episode.name} has not begun: call Begin first")
             if episode.result is None:

@@ -134,8 +134,7 @@ class WorkerPool:
 
     def _may_hire(self, exclusive: bool, alone: bool) -> bool:
         if alone:
-            # A worker that dies under many calls leaves many suspects: they are tried one after the other.
-            return sum(seat.trial for seat in self._seats) + self._starting < self._limits.max_workers
+            return self._may_try_more()
         # Many who find a shared pool empty wait for one start, not for as many as there may be workers.
         return self._size() < self._limits.max_workers and (exclusive or self._starting == 0)
 
@@ -180,15 +179,17 @@ class WorkerPool:
         """Where no other call runs. Those that were cleared there lose nothing by another death: they are
         played again.
         """
-        open_seats = [each for each in self._seats if _is_open(each) and not each.tried]
-        if empty := next((seat for seat in open_seats if not seat.episodes), None):
-            return empty
-        if self.facts is None or not self.facts.deterministic:
-            return None
-        room = [
-            each for each in open_seats if each.trial and len(each.episodes) < self._limits.episodes_per_worker
-        ]
-        return min(room, key=lambda seat: len(seat.episodes), default=None)
+        free = [each for each in self._seats if _is_open(each) and not each.tried]
+        repeats = self.facts is not None and self.facts.deterministic
+        most = self._limits.episodes_per_worker if repeats else 1
+        trials = [each for each in free if each.trial and len(each.episodes) < most]
+        if not trials and self._may_try_more():
+            trials = [each for each in free if not each.episodes]
+        return min(trials, key=lambda seat: len(seat.episodes), default=None)
+
+    def _may_try_more(self) -> bool:
+        # A worker that dies under many calls leaves many suspects: they are tried one after the other.
+        return sum(seat.trial for seat in self._seats) + self._starting < self._limits.max_workers
 
     def _size(self) -> int:
         return sum(seat.worker.alive and not seat.trial for seat in self._seats) + self._starting
