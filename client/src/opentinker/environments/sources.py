@@ -127,6 +127,10 @@ async def environment_source(
     from opentinker.environments.hosted import HostedEnvironment, list_hosted
 
     hosted = await list_hosted(channel)
+    if name not in hosted and "@" not in name:
+        # The newest version now, and no other later: what is played again must be the same code.
+        versions = [each for each in hosted if each.rpartition("@")[0] == name]
+        name = max(versions, key=lambda each: int(each.rpartition("@")[2]), default=name)
     if name not in hosted:
         raise typed_error(
             Reason.UNKNOWN_ENVIRONMENT,

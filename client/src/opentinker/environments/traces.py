@@ -14,7 +14,7 @@ from opentinker.environments.daemon_threads import DaemonThreads
 from opentinker.environments.runner import EnvironmentRaised, Runner, call_directly
 from opentinker.environments.types import Action
 
-DEFAULT_ACTIONS = ("1", "", "yes", '{"answer": 1}', "I do not know.")
+DEFAULT_ACTIONS = ("5", "12", "1", "50", "", "yes", '{"answer": 1}', "I do not know.")
 _THREADS = DaemonThreads()
 
 
@@ -53,7 +53,8 @@ class Episode:
         self._cls = cls
         self._play = play
         self._seed = seed
-        self._random = random.Random(f"probe {seed}")
+        # The same for every seed: what differs then is the environment's doing.
+        self._random = random.Random("probe")
         self._runner = Runner(cls, options, self._invoke)
         self._pending: Observations | None = None
 

@@ -42,7 +42,7 @@ from opentinkerapi.runtime.reasons import Reason
 log = structlog.get_logger()
 
 MAX_FACTS_BYTES = 256 << 10
-FIRST_LOOK: Mapping[str, Any] = {"seeds": 2, "steps": 4}
+FIRST_LOOK: Mapping[str, Any] = {"seeds": 4, "steps": 4}
 """How a version is probed when it was built."""
 
 MakePool = Callable[[Package, WorkerLauncher], WorkerPool]
