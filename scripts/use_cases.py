@@ -112,6 +112,22 @@ def demonstrations(case: UseCase, seed: int) -> list[Row]:
     return rows
 
 
+def untrained(case: UseCase, state_dir: Path) -> Row:
+    """What the model scores on the held-out tasks as it comes, before anything is learned."""
+    with ot.connect(state_dir=fresh(state_dir), progress=True) as cluster:
+        policy = cluster.create_policy(MODEL, tuning=ot.LoRA(rank=16)).result()
+        result = ot.evaluate(
+            policy,
+            case.env,
+            env_options=case.options,
+            agents=case.agents,
+            sampling=ot.SamplingParams(max_tokens=case.max_tokens),
+            limits=case.limits,
+        )
+    shutil.rmtree(state_dir, ignore_errors=True)
+    return {"reward": result.reward, "reward_95": [result.low, result.high], "tasks": result.tasks}
+
+
 def warm_up(case: UseCase, seed: int, folder: Path, state_dir: Path) -> Row:
     """Supervised tuning on the demonstrations; the checkpoint and the losses at the ends."""
     rows = demonstrations(case, seed)
@@ -198,8 +214,11 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def measure(case: UseCase, progress: Progress, seeds: Sequence[int] = SEEDS) -> dict[str, Row]:
-    """All seeds. One that is stopped goes on after its warm-up, where that is done."""
+def measure(case: UseCase, progress: Progress, seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+    """The model as it comes, then all seeds. One that is stopped goes on after its warm-up, where that is
+    done.
+    """
+    base = progress.part("untrained", partial(untrained, case, progress.folder / "stack-untrained"))
     found = {}
     for seed in seeds:
         state_dir = progress.folder / f"stack-{seed}"
@@ -208,13 +227,14 @@ def measure(case: UseCase, progress: Progress, seeds: Sequence[int] = SEEDS) -> 
         go_on = partial(reinforce, case, seed, progress.folder, state_dir, warm)
         found[str(seed)] = progress.part(f"seed-{seed}", go_on)
         shutil.rmtree(state_dir, ignore_errors=True)
-    return found
+    return {"untrained": base, "seeds": found}
 
 
-def learned(found: Mapping[str, Row]) -> dict[str, Any]:
+def learned(found: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a case whose held-out reward must rise."""
+    seeds = found["seeds"].values()
     return {
-        "seeds": dict(found),
+        **found,
         "bounds": {"gain": f"at least {GAIN}", "gain_95": "above 0"},
-        "within": all(each["gain"] >= GAIN and each["gain_95"][0] > 0 for each in found.values()),
+        "within": all(each["gain"] >= GAIN and each["gain_95"][0] > 0 for each in seeds),
     }

@@ -38,8 +38,9 @@ CASE = UseCase(
 
 def run(progress: Progress) -> dict[str, object]:
     found = measure(CASE, progress)
+    seeds = found["seeds"].values()
     return {
-        "seeds": found,
+        **found,
         "bounds": {"held_out_after": f"at least {WINS}", "gain_95": "above 0"},
-        "within": all(each["held_out_after"] >= WINS and each["gain_95"][0] > 0 for each in found.values()),
+        "within": all(each["held_out_after"] >= WINS and each["gain_95"][0] > 0 for each in seeds),
     }

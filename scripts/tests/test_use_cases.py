@@ -85,7 +85,9 @@ def test_a_task_is_compared_with_itself() -> None:
 )
 def test_bounds(gain: float, low: float, within: bool) -> None:
     fine = {"gain": 0.5, "gain_95": [0.4, 0.6]}
-    found = learned({"0": fine, "1": {"gain": gain, "gain_95": [low, 1.0]}})
+    seeds = {"0": fine, "1": {"gain": gain, "gain_95": [low, 1.0]}}
+    found = learned({"untrained": {"reward": 0.0}, "seeds": seeds})
+    assert found["seeds"] == seeds
     assert found["within"] is within
 
 
@@ -104,18 +106,24 @@ def test_a_seed_that_was_stopped_goes_on_after_its_warm_up(
     ) -> dict[str, Any]:
         done.append(f"learn {seed}")
         assert state_dir.exists(), "the warm-up's checkpoint is in there"
-        if len(done) == 2:
+        if len(done) == 3:
             raise KeyboardInterrupt
         return {"from": warm["checkpoint"]}
 
+    def untrained(case: UseCase, state_dir: Path) -> dict[str, Any]:
+        done.append("untrained")
+        return {"reward": 0.0}
+
+    monkeypatch.setattr(use_cases, "untrained", untrained)
     monkeypatch.setattr(use_cases, "warm_up", warm_up)
     monkeypatch.setattr(use_cases, "reinforce", reinforce)
     case = case_of("maths")
     with pytest.raises(KeyboardInterrupt):
         measure(case, Progress(tmp_path, "abc"))
     found = measure(case, Progress(tmp_path, "abc"))
-    assert done == ["warm 0", "learn 0", "learn 0", "warm 1", "learn 1", "warm 2", "learn 2"]
-    assert found == {seed: {"from": f"of {seed}"} for seed in ("0", "1", "2")}
+    assert done == ["untrained", "warm 0", "learn 0", "learn 0", "warm 1", "learn 1", "warm 2", "learn 2"]
+    seeds = {seed: {"from": f"of {seed}"} for seed in ("0", "1", "2")}
+    assert found == {"untrained": {"reward": 0.0}, "seeds": seeds}
     assert not list((tmp_path / "abc").glob("stack-*"))
 
 
