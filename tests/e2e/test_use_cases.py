@@ -1,0 +1,67 @@
+"""The use cases run from end to end on one embedded stack: a tiny random model plays, is trained, is measured
+on held-out tasks and leaves a plot. It learns nothing in so few steps.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import opentinker as ot
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables that name a stack which all examples of this module use."""
+    with ot.connect(state_dir=tmp_path_factory.mktemp("stack")) as cluster:
+        yield {"OPENTINKER_ADDRESS": cluster.address, "OPENTINKER_API_KEY": cluster.control.key or ""}
+
+
+@pytest.mark.parametrize(
+    ("example", "plot", "options"),
+    [
+        ("maths", "reward.png", ("--max-tokens", "8")),
+        ("maths_with_python", "reward.png", ("--max-tokens", "16")),
+        ("gomoku", "wins.png", ("--play", "script")),
+        ("gomoku", "wins.png", ("--play", "itself")),
+        ("gomoku", "wins.png", ("--play", "past")),
+        ("household", "reward.png", ("--turns", "3")),
+    ],
+    ids=["maths", "maths_with_python", "gomoku", "gomoku_itself", "gomoku_past", "household"],
+)
+def test_use_case(
+    stack: dict[str, str],
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    example: str,
+    plot: str,
+    options: tuple[str, ...],
+) -> None:
+    model = ("--model", str(tiny_model_dir), "--engine", "transformers")
+    small = ("--steps", "2", "--groups", "1", "--tasks", "3", "--out", str(tmp_path / "out"))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{example}.py"), *model, *small, *options],
+        cwd=tmp_path,
+        env={**os.environ, **stack, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"held-out reward (\S+) \[.*\] -> (\S+) \[.*\] on (\d+) tasks", done.stdout)
+    assert found is not None, done.stdout
+    assert found[3] == "3"
+    assert all(0 <= float(reward) <= 1 for reward in found.groups()[:2])
+    assert (tmp_path / "out" / plot).read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "critic/score/mean" in row]
+    assert [row["step"] for row in steps] == [1, 2]
