@@ -30,10 +30,12 @@ WISHES = ("refund", "cancel", "address")
 PATIENCE = 3
 """So many answers of no use, and the customer leaves."""
 
-POLICY = f"""You serve the customers of a shop. Look an order up before anything else. A refund is for orders \
-delivered at most {DAYS} days ago. Only an order that is being packed can be cancelled or get another \
-address. If the policy forbids a wish, change nothing and say "I cannot", with the reason. When it is \
-done, say so."""
+POLICY = (
+    "You serve the customers of a shop. Look an order up before anything else. A refund is for orders "
+    f"delivered at most {DAYS} days ago. Only an order that is being packed can be cancelled or readdressed. "
+    'If the policy forbids a wish, change nothing and say "I cannot", with the reason. When it is done, '
+    "say so."
+)
 IDENTIFY = " Before you change an order, ask for the customer's e-mail; it must be the one of the order."
 
 _DONE = re.compile(r"\b(done|refunded|cancell?ed|changed|updated)\b", re.IGNORECASE)

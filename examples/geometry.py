@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups of 8 episodes in each step")
     parser.add_argument("--tasks", type=int, default=HELD_OUT, help="held-out figures")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", help="default: what serves models that see images")
     parser.add_argument("--out", type=Path, default=Path("runs/geometry"))
     arguments = parser.parse_args()
     with ot.connect():
@@ -236,6 +237,7 @@ def main() -> None:
             evaluation=ot.Evaluation(tasks=arguments.tasks),
             seed=arguments.seed,
             run_dir=arguments.out,
+            inference=ot.ServerOptions(engine=arguments.engine),
         )
     plot = trained.plot(arguments.out / "reward.png", "Questions about figures")
     print(f"{trained.summary}; saved {plot}")

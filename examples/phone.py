@@ -38,7 +38,7 @@ SWITCHES = (
 NAMES = ("Ann", "Bob", "Cora", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jana", "Kofi", "Lena")
 TEXTS = ("On my way", "Running late", "Call me", "Happy birthday", "See you at noon", "Thank you")
 HOW = (
-    'Actions, one a turn: {"tap": 2} the element of that number, {"type": "text"} into the field tapped last, '
+    'Actions, one a turn: {"tap": 2} the element of that number, {"type": "text"} into the field tapped, '
     '{"scroll": "down"} or "up", {"back": 1}, {"done": 1} when all is as it should be.'
 )
 

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from examples import customer_service
-from examples.customer_service import WISHES, Clerk, CustomerService, Pushover, brusque, call, held_out
 
 import opentinker as ot
+from examples import customer_service
+from examples.customer_service import WISHES, Clerk, CustomerService, Pushover, brusque, call, held_out
 from tests.examples.playing import heard, play, rewards
 
 

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import PIL.Image
 import pytest
-from examples import geometry
-from examples.geometry import COLOURS, KINDS, Geometry, draw, expert, guesser, held_out
 
 import opentinker as ot
+from examples import geometry
+from examples.geometry import COLOURS, KINDS, Geometry, draw, expert, guesser, held_out
 from tests.examples.playing import play, rewards
 
 

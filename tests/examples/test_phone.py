@@ -7,10 +7,10 @@ from typing import Any
 
 import PIL.Image
 import pytest
-from examples import phone
-from examples.phone import KINDS, Apps, Owner, Phone, PhoneUse, fumbler, held_out
 
 import opentinker as ot
+from examples import phone
+from examples.phone import KINDS, Apps, Owner, Phone, PhoneUse, fumbler, held_out
 from tests.examples.playing import play, rewards
 
 
