@@ -13,7 +13,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -281,7 +281,7 @@ def call(name: str, **arguments: Any) -> str:
 
 class Clerk:
     """Serves anybody by the policy, from nothing but what it hears. A script to compare with, and for
-    demonstrations; `lazy` and `kind` do what such people do.
+    demonstrations.
     """
 
     def __init__(self, identify: bool = True) -> None:
@@ -357,13 +357,6 @@ def brusque(seen: ot.Observation, dice: random.Random) -> str:
     return dice.choice(
         ("I cannot.", "It is done.", "I am not sure.", f"I cannot: more than {DAYS} days have passed.")
     )
-
-
-SCRIPTS: dict[str, Callable[[], Callable[[ot.Observation, random.Random], str]]] = {
-    "clerk": Clerk,
-    "pushover": Pushover,
-    "brusque": lambda: brusque,
-}
 
 
 def main() -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import opentinker as ot
 
 HELD_OUT = 100
+MOST = 20
+"""Shapes to count."""
 CELL = 28
 """Pixels of a unit: what a model of Qwen's kind makes one position of."""
 PAPER, INK = (255, 255, 255), (20, 20, 20)
@@ -51,7 +53,8 @@ class Figure:
 
 def count(dice: random.Random, size: int) -> Figure:
     """Shapes in cells of their own; those of one kind are counted."""
-    cells = dice.sample([(x, y) for x in range(size) for y in range(size)], dice.randint(size, size * size))
+    places = [(x, y) for x in range(size) for y in range(size)]
+    cells = dice.sample(places, dice.randint(min(size, MOST), min(len(places), MOST)))
     asked = dice.choice(SHAPES)
     kinds = [dice.choice(SHAPES) for _ in cells]
     marks = tuple(

@@ -18,7 +18,7 @@ from opentinker_kit.testing.vision import build_tiny_qwen2_5_vl
 from scripts.evidence_cases import Progress
 from scripts.use_cases import GAIN, PLOTS, ROOT, SEEDS, Row, fresh, gained, rewards_by_task
 
-OPTIONS = {"size": 3, "kinds": ["count"]}
+OPTIONS: dict[str, Any] = {"size": 3, "kinds": ["count"]}
 GOOD = 0.4
 DEMONSTRATIONS = 24_000
 BATCH = 64
