@@ -84,8 +84,11 @@ def demonstration(case: UseCase, script: Script, seed: int) -> Row:
     finally:
         environment.close()
     if case.env.tools:
-        schemas = [tool.schema for tool in case.env.tools]
-        messages = [{"role": "system", "content": in_words(schemas)}, *messages]
+        told = in_words([tool.schema for tool in case.env.tools])
+        if messages[0]["role"] == "system":
+            messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        else:
+            messages = [{"role": "system", "content": told}, *messages]
     return {"messages": messages}
 
 

@@ -13,7 +13,7 @@ from scripts import use_cases
 from scripts.evidence_cases import Progress
 from scripts.use_cases import UseCase, demonstration, demonstrations, gained, learned, measure
 
-CASES = ("gomoku", "household", "maths", "maths_with_python")
+CASES = ("customer_service", "gomoku", "household", "maths", "maths_with_python", "phone")
 
 
 def case_of(name: str) -> UseCase:
@@ -56,7 +56,9 @@ def test_demonstrations_are_chats_and_the_seed_decides(name: str) -> None:
     rows = demonstrations(case, 0)
     assert len(rows) == 24
     for row in rows:
-        roles = [message["role"] for message in row["messages"] if message["role"] != "system"]
+        roles = [message["role"] for message in row["messages"]]
+        assert "system" not in roles[1:]
+        roles = roles[roles[0] == "system" :]
         assert roles[1::2] == ["assistant"] * (len(roles) // 2)
         assert set(roles[::2]) <= {"user", "tool"}
     assert rows == demonstrations(case, 0) != demonstrations(case, 1)
@@ -70,6 +72,14 @@ def test_a_demonstration_shows_tools_as_the_loop_does() -> None:
     assert (question["role"], seen["role"]) == ("user", "tool")
     assert call["content"].startswith("<tool_call>")
     assert answer["content"] == f"Answer: {seen['content'].strip()}"
+
+
+def test_a_demonstration_adds_tools_to_the_system_message_of_the_environment() -> None:
+    case = case_of("customer_service")
+    system, *rest = demonstration(case, case.scripts[0](), 0)["messages"]
+    assert system["content"].startswith("You serve the customers of a shop.")
+    assert system["content"].endswith(in_words([each.schema for each in case.env.tools]))
+    assert rest[0]["role"] == "user"
 
 
 def test_a_task_is_compared_with_itself() -> None:

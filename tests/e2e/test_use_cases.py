@@ -35,18 +35,33 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         ("gomoku", "wins.png", ("--play", "itself")),
         ("gomoku", "wins.png", ("--play", "past")),
         ("household", "reward.png", ("--turns", "3")),
+        ("customer_service", "reward.png", ("--turns", "3")),
+        ("phone", "reward.png", ("--turns", "3")),
+        ("geometry", "reward.png", ("--size", "3", "--kinds", "count")),
     ],
-    ids=["maths", "maths_with_python", "gomoku", "gomoku_itself", "gomoku_past", "household"],
+    ids=[
+        "maths",
+        "maths_with_python",
+        "gomoku",
+        "gomoku_itself",
+        "gomoku_past",
+        "household",
+        "customer_service",
+        "phone",
+        "geometry",
+    ],
 )
 def test_use_case(
     stack: dict[str, str],
     tmp_path: Path,
     tiny_model_dir: Path,
+    tiny_vision_model_dir: Path,
     example: str,
     plot: str,
     options: tuple[str, ...],
 ) -> None:
-    model = ("--model", str(tiny_model_dir), "--engine", "transformers")
+    chosen = tiny_vision_model_dir if example == "geometry" else tiny_model_dir
+    model = ("--model", str(chosen), "--engine", "transformers")
     small = ("--steps", "2", "--groups", "1", "--tasks", "3", "--out", str(tmp_path / "out"))
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{example}.py"), *model, *small, *options],

@@ -10,22 +10,37 @@ from typing import Any
 
 import pytest
 
+from examples.customer_service import Clerk, CustomerService
+from examples.geometry import Geometry
+from examples.geometry import expert as expert_of_figures
 from examples.gomoku import Gomoku, expert
 from examples.household import Household, Resident
 from examples.maths import WordProblems
 from examples.maths_with_python import MathsWithPython
-from opentinker.environments import Action, Environment, EnvironmentSource, Observation, environment_source
+from examples.phone import Owner, PhoneUse
+from opentinker.environments import Environment, EnvironmentSource, Observation, environment_source
 from opentinker_kit.testing.waiting import wait_until_sync
 from opentinkerapi.runtime.channels import open_channel
+from tests.examples.playing import heard
 
+Script = Callable[[Observation, random.Random], str]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES: dict[str, type[Environment]] = {
+    "customer_service": CustomerService,
+    "geometry": Geometry,
     "gomoku": Gomoku,
     "household": Household,
     "maths": WordProblems,
     "maths_with_python": MathsWithPython,
+    "phone": PhoneUse,
 }
-Script = Callable[[Observation, random.Random], str]
+SCRIPTS: dict[str, Callable[[], Script]] = {
+    "customer_service": Clerk,
+    "geometry": lambda: expert_of_figures,
+    "gomoku": lambda: expert,
+    "household": Resident,
+    "phone": Owner,
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +69,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def script_of(name: str) -> Script:
-    if name == "household":
-        return Resident()
-    if name == "gomoku":
-        return expert
+    if name in SCRIPTS:
+        return SCRIPTS[name]()
     return lambda seen, dice: (
         "```python\n6 * 7\n```" if dice.random() < 0.5 else f"Answer: {dice.randint(1, 40)}"
     )
@@ -70,7 +83,8 @@ async def played(source: EnvironmentSource, name: str, seed: int) -> list[Any]:
     pending = await session.begin_all()
     told: list[Any] = [pending]
     for seq in range(1, 60):
-        actions = {agent: Action(script(seen, dice)) for agent, seen in pending.items()}
+        tools = CASES[name].tools
+        actions = {agent: heard(script(seen, dice), tools) for agent, seen in pending.items()}
         step = await session.step_all(actions, seq)
         told.append(step)
         if step.done:

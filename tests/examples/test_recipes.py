@@ -1,4 +1,4 @@
-"""The settings in docs/recipes.md are settings that `fit()` takes: each call is checked as `fit()` checks it
+"""The settings in docs/recipes*.md are settings that `fit()` takes: each call is checked as `fit()` checks it
 before it starts anything.
 """
 
@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 
 import opentinker as ot
+from examples.customer_service import CustomerService
+from examples.geometry import Geometry
 from examples.gomoku import Gomoku, script
 from examples.household import Household
 from examples.maths import WordProblems
 from examples.maths_with_python import MathsWithPython
+from examples.phone import PhoneUse
 from opentinker.environments.base import make
 from opentinker.loop import fit as fitting
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").glob("recipes*.md"))
+BLOCKS = [
+    block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+]
+USE_CASES = (CustomerService, Geometry, Gomoku, Household, MathsWithPython, PhoneUse, WordProblems)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -31,10 +37,10 @@ def test_settings_are_accepted(block: str, monkeypatch: pytest.MonkeyPatch) -> N
         make(env, options.get("env_options", {}))
 
     monkeypatch.setattr(ot, "fit", fit)
-    classes = {each.__name__: each for each in (Gomoku, Household, MathsWithPython, WordProblems)}
+    classes = {each.__name__: each for each in USE_CASES}
     exec(block, {"ot": ot, "script": script, **classes})
     assert len(planned) == 1
 
 
 def test_every_use_case_has_a_recipe() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == len(USE_CASES)

@@ -62,7 +62,8 @@ def test_later_images_stand_at_their_places_and_spelled_placeholders_are_text() 
 def test_split_rows_have_the_images_of_their_part() -> None:
     strips = TEMPLATE.replace(
         "{% if m['content'] is string %}{{ m['content'] }}",
-        "{% if m['role'] == 'assistant' and not loop.last %}…{% elif m['content'] is string %}{{ m['content'] }}",
+        "{% if m['role'] == 'assistant' and not loop.last %}…"
+        "{% elif m['content'] is string %}{{ m['content'] }}",
     )
     parts = examples(ROW, ChatTokenizer(vision_files(strips)), rewritten_history="split")
     assert [[image.image for image in part.images] for part in parts] == [[SMALL, WIDE], [SMALL, WIDE, WIDE]]

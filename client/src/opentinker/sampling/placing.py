@@ -1,5 +1,5 @@
-"""Images among the ids that a chat template makes. The template writes one placeholder for an image; the model
-sees as many as the image takes places.
+"""Images among the ids that a chat template makes. The template writes one placeholder for an image; the
+model sees as many as the image takes places.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ def check_takes_images(tokenizer: Tokenizer, what: str, field: str) -> None:
 def place_images(
     ids: Sequence[int], images: Sequence[Image], tokenizer: Tokenizer, field: str, template: str = ""
 ) -> Prompt:
-    """The ids with each placeholder repeated for the places of its image. InvalidArgument where there are more
-    or fewer placeholders than images, and for an image that is malformed. `template` names it in errors.
+    """The ids with each placeholder repeated for the places of its image. InvalidArgument where there are
+    more or fewer placeholders than images, and for an image that is malformed. `template` names it in errors.
     """
     if not images:
         return Prompt(ids)

@@ -50,8 +50,8 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A row of n tokens. `weights` [n]: the factor of each token's loss; 0 where it is context. `messages`: how
-    many of the conversation it holds.
+    """A row of n tokens. `weights` [n]: the factor of each token's loss; 0 where it is context. `messages`:
+    how many of the conversation it holds.
     """
 
     token_ids: list[int]
