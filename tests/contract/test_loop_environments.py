@@ -3,27 +3,22 @@ and one loop plays them in this process and on a real env_host.
 """
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from services.gateway.tests.conftest import World, gateway_settings, serving
-from services.gateway.tests.doubles import KEY, abort
+from services.gateway.tests.doubles import abort
+from tests.stage import Stage, hosting
 
-from opentinker.connection.portal import Portal
 from opentinker.environments import (
     Endpoint,
     EndReason,
     Environment,
     EnvironmentDefinitionError,
-    EnvironmentSource,
     LoopEnvironment,
     Reward,
     RewardStatus,
@@ -33,13 +28,9 @@ from opentinker.environments import (
 )
 from opentinker.environments.types import Action
 from opentinker.errors import InvalidArgument
-from opentinker.rollout.cast import Voice
-from opentinker.rollout.episode_loop import EpisodeLoop
 from opentinker.rollout.limits import Limits
-from opentinker.rollout.recorded_agent import RecordedAgent, check_loop
+from opentinker.rollout.recorded_agent import check_loop
 from opentinker.rollout.trajectory import Trajectory
-from opentinker.sampling.params import SamplingParams
-from opentinker_kit.testing.waiting import wait_until_sync
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.reasons import Reason
 
@@ -100,62 +91,11 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture(scope="module")
 def host_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    folder = tmp_path_factory.mktemp("env_host")
     path = [str(HERE.parent), str(HERE.parent.parent.parent)]
     names = {"talker": "Talker", "blocking": "Blocking"}
-    settings = {
-        "environments": {
-            name: {"target": f"{HERE.stem}:{target}", "path": path} for name, target in names.items()
-        },
-        "state_dir": str(folder / "state"),
-        "ready_file": str(folder / "ready.json"),
-        "drain_s": 0.5,
-    }
-    (folder / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "opentinker_env_host", "--settings", str(folder / "settings.json")]
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            ready = folder / "ready.json"
-            wait_until_sync(ready.exists, 60, what=f"env_host is ready; see {folder / 'log'}")
-            yield json.loads(ready.read_text())["port"]
-        finally:
-            process.terminate()
-
-
-class Stage:
-    """Plays episodes of a source with the gateway of a world."""
-
-    def __init__(self, world: World, source: EnvironmentSource) -> None:
-        async def info() -> Any:
-            return SimpleNamespace(gateway_address=world.url)
-
-        self.world = world
-        self._source = source
-        cluster = SimpleNamespace(info=info, control=SimpleNamespace(key=KEY), portal=Portal.here())
-        policy: Any = SimpleNamespace(name="policies/p", version=3, cluster=cluster)
-        self._voice = Voice("policy", None, None, 0, 3, True, policy)  # type: ignore[arg-type]
-
-    async def loop(self, task: dict[str, Any], limits: Limits, **params: Any) -> EpisodeLoop:
-        (session,) = await self._source.open_group(task=task, seed=5, size=1)
-        self.agent = RecordedAgent(
-            self._voice, SamplingParams(**params), limits, group="g/1", member=0, seed=11
-        )
-        return EpisodeLoop(session, {"agent": self.agent}, limits)
-
-    async def play(
-        self, task: dict[str, Any] | None = None, limits: Limits | None = None, **params: Any
-    ) -> Trajectory:
-        loop = await self.loop(task or {}, limits or Limits(), **params)
-        assert not await loop.begin()
-        (trajectory,) = await loop.play()
-        assert await self.at_gateway("GET") == 404, "the episode at the gateway outlives the one played"
-        return trajectory
-
-    async def at_gateway(self, method: str) -> int:
-        """Status of a call on the episode at the gateway."""
-        assert self.agent._episode is not None
-        async with self.world.http() as http:
-            return (await http.request(method, f"/episodes/{self.agent._episode.id}")).status_code
+    entries = {name: {"target": f"{HERE.stem}:{target}", "path": path} for name, target in names.items()}
+    with hosting(tmp_path_factory.mktemp("env_host"), entries) as port:
+        yield port
 
 
 @pytest.fixture(params=["in this process", "hosted"])
