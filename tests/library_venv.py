@@ -1,4 +1,5 @@
-"""Virtual environments for libraries whose pins clash with ours: made on first use, beside the one that tests run in.
+"""Virtual environments for libraries whose pins clash with ours: made on first use, beside the one that tests
+run in.
 
 What is installed there already is seen from them too, so that only what is missing or differs is installed.
 """
@@ -27,7 +28,15 @@ def library_python(name: str, *requirements: str) -> Path:
         # `addsitedir`, so that the paths which ours adds (sources in place of packages) are added too.
         line = f"import site; site.addsitedir({ours!r})\n"
         (folder / f"lib/python3.{sys.version_info[1]}/site-packages/ours.pth").write_text(line)
-        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *requirements]
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+            *requirements,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert done.returncode == 0, f"{name} cannot be installed:\n{done.stdout[-4000:]}"
         (folder / "ready").touch()

@@ -1,5 +1,5 @@
-"""Environments that own the model loop: the real gateway records what a real agent says, OpenAI's client and all,
-and one loop plays them in this process and on a real env_host.
+"""Environments that own the model loop: the real gateway records what a real agent says, OpenAI's client and
+all, and one loop plays them in this process and on a real env_host.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import openai
 import pytest
 from services.gateway.tests.conftest import World, gateway_settings, serving
 from services.gateway.tests.doubles import abort
-from tests.stage import Stage, hosting
 
 from opentinker.environments import (
     Endpoint,
@@ -31,8 +30,10 @@ from opentinker.errors import InvalidArgument
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.recorded_agent import check_loop
 from opentinker.rollout.trajectory import Trajectory
+from opentinker_kit.testing import wait_until
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.reasons import Reason
+from tests.stage import Stage, hosting
 
 HERE = Path(__file__)
 
@@ -195,7 +196,9 @@ async def test_a_run_that_never_ends_meets_its_deadline(world: World) -> None:
     trajectory = await Stage(world, await environment_source(Slow)).play({"hangs": True})
     assert trajectory.end_reason is EndReason.STEP_TIMEOUT
     assert (trajectory.reward.status, trajectory.counts) == (RewardStatus.UNSCORED, False)
-    played = await Stage(world, await environment_source(Slow)).play({"hangs": True}, Limits(wall_clock_s=0.2))
+    played = await Stage(world, await environment_source(Slow)).play(
+        {"hangs": True}, Limits(wall_clock_s=0.2)
+    )
     assert played.end_reason is EndReason.EPISODE_TIMEOUT
 
 
@@ -224,8 +227,7 @@ async def test_an_episode_that_is_cut_says_nothing_more(world: World) -> None:
     (trajectory,) = await playing
     assert trajectory.end_reason is EndReason.EPISODE_TIMEOUT
     go_on.set()
-    while not ended:
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: bool(ended), 20, what="the agent is refused")
     assert ended == [401]
 
 
@@ -238,7 +240,9 @@ async def test_limits_are_the_models_own_end(stage: Stage, wraps: bool) -> None:
     trajectory = await stage.play({"turns": 50, "wraps": wraps}, Limits(tokens_per_episode=60))
     assert trajectory.end_reason is EndReason.TOKEN_LIMIT
     asked = [each.params.max_tokens for each in stage.world.inference.requests[-len(trajectory.turns) :]]
-    assert [turn.prompt_tokens + most for turn, most in zip(trajectory.turns, asked, strict=True)] == [60] * len(asked)
+    assert [turn.prompt_tokens + most for turn, most in zip(trajectory.turns, asked, strict=True)] == [
+        60
+    ] * len(asked)
 
 
 async def test_a_limit_that_the_agent_lives_with_does_not_end_it(stage: Stage) -> None:
@@ -287,7 +291,12 @@ async def test_only_an_endpoint_is_a_move() -> None:
 def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(EnvironmentDefinitionError, match="does not define run"):
         describe(type("Nothing", (LoopEnvironment,), {}))
-    for wrong in ({"run_timeout_s": 0.0}, {"run_timeout_s": 1e9}, {"agents": ("a", "b")}, {"deterministic": True}):
+    for wrong in (
+        {"run_timeout_s": 0.0},
+        {"run_timeout_s": 1e9},
+        {"agents": ("a", "b")},
+        {"deterministic": True},
+    ):
         with pytest.raises(EnvironmentDefinitionError, match=next(iter(wrong))):
             type("Wrong", (Talker,), wrong)
     info = describe(Talker)

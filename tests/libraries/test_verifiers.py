@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from services.gateway.tests.conftest import World, gateway_settings, serving
-from tests.library_venv import library_python
-from tests.stage import Stage, hosting
 
 from opentinker.environments import EndReason, environment_source
 from opentinker.rollout.limits import Limits
 from opentinkerapi.runtime.channels import open_channel
+from tests.library_venv import library_python
+from tests.stage import Stage, hosting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,7 +28,10 @@ def host_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture
 async def stage(host_port: int, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with serving(gateway_settings(tmp_path)) as world, open_channel(f"127.0.0.1:{host_port}") as channel:
+    async with (
+        serving(gateway_settings(tmp_path)) as world,
+        open_channel(f"127.0.0.1:{host_port}") as channel,
+    ):
         source = await environment_source("sums", channel=channel)
         yield Stage(world, source)
         await source.close()

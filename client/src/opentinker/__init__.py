@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from opentinker.environments import (
         Action,
         Content,
-        EndReason,
         Endpoint,
+        EndReason,
         Environment,
         Image,
         JointStep,

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from opentinker.environments.adapters.mcp import McpServer, McpSession, mcp_envi
 from opentinker.environments.content import Image
 from opentinker.environments.runner import Runner
 from opentinker.errors import EnvironmentCrashed, StepTimeout
+from opentinker_kit.testing import wait_until
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 TASKS = {"train": [{"prompt": "What is 2 + 3?", "answer": "5"}], "test": [{"prompt": "?", "answer": ""}]}
@@ -55,6 +57,13 @@ def env(program: McpServer) -> type[Environment]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
+    with serving_http() as where:
+        yield where
+
+
+@contextmanager
+def serving_http() -> Iterator[str]:
+    """A server in a process of its own; its URL."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -68,7 +77,9 @@ def url() -> Iterator[str]:
             process.kill()
 
 
-async def begun(env: type[Environment], *, timeout_s: float = 20.0, size: int = 1) -> list[EnvironmentSession]:
+async def begun(
+    env: type[Environment], *, timeout_s: float = 20.0, size: int = 1
+) -> list[EnvironmentSession]:
     source = await environment_source(env, step_timeout_s=timeout_s)
     sessions = await source.open_group(task=TASKS["train"][0], seed=1, size=size)
     for session in sessions:
@@ -100,7 +111,9 @@ async def test_mistakes_are_told_to_the_model(env: type[Environment]) -> None:
     assert "no tool 'subtract'" in await said(session, 1, "subtract")
     assert "no JSON" in await said(session, 2, "add", '{"a": ')
     assert "of type object" in await said(session, 3, "add", "[1]")
-    assert "arguments.a: 'two' is not of type 'integer'" in await said(session, 4, "add", {"a": "two", "b": 1})
+    assert "arguments.a: 'two' is not of type 'integer'" in await said(
+        session, 4, "add", {"a": "two", "b": 1}
+    )
     assert "'b' is a required property" in await said(session, 5, "add", {"a": 1})
     assert "no such page" in await said(session, 6, "fail")
     assert "Image(data=" in await said(session, 7, "picture")
@@ -171,9 +184,7 @@ async def test_a_slow_tool_meets_the_deadline_and_its_server_ends(env: type[Envi
     with pytest.raises(StepTimeout):
         await said(session, 2, "sleep", {"seconds": 60})
     await session.close()
-    async with asyncio.timeout(15):
-        while alive(pid):
-            await asyncio.sleep(0.05)
+    await wait_until(lambda: not alive(pid), 15, what="the server has ended")
 
 
 @pytest.mark.slow
@@ -192,7 +203,9 @@ async def test_only_allowed_tools_are_offered(program: McpServer) -> None:
     end = await session.step(Action("6"), 2)
     assert end.reward.value == 0.5  # what `prepare` noted
     await session.close()
-    with pytest.raises(EnvironmentDefinitionError, match=r"allowed: the server has no tool 'multiply'; its tools: add"):
+    with pytest.raises(
+        EnvironmentDefinitionError, match=r"allowed: the server has no tool 'multiply'; its tools: add"
+    ):
         mcp_environment(program, TASKS, reward=graded, allowed=("multiply",))
 
 
@@ -223,7 +236,9 @@ async def test_a_server_over_http(url: str, mode: str) -> None:
     server = McpServer.at(url, headers={"authorization": "Bearer x"}, mode=mode)
     env = mcp_environment(server, TASKS, reward=graded, allowed=("add", "note", "fail"))
     one, other = await begun(env, size=2)
-    sums = await asyncio.gather(*(said(each, 1, "add", {"a": i, "b": 1}) for i, each in enumerate((one, other))))
+    sums = await asyncio.gather(
+        *(said(each, 1, "add", {"a": i, "b": 1}) for i, each in enumerate((one, other)))
+    )
     assert sums == ["1", "2"]
     assert "no such page" in await said(one, 2, "fail")
     await said(one, 3, "note", {"text": "five"})
@@ -233,18 +248,9 @@ async def test_a_server_over_http(url: str, mode: str) -> None:
 
 
 @pytest.mark.slow
-async def test_b108_an_http_server_that_is_gone_ends_the_episode(tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL) as process:
-        try:
-            while socket.socket().connect_ex(("127.0.0.1", port)):
-                await asyncio.sleep(0.05)
-            env = mcp_environment(McpServer.at(f"http://127.0.0.1:{port}/mcp"), TASKS, reward=graded)
-            (session,) = await begun(env)
-        finally:
-            process.kill()
+async def test_b108_an_http_server_that_is_gone_ends_the_episode() -> None:
+    with serving_http() as url:
+        (session,) = await begun(mcp_environment(McpServer.at(url), TASKS, reward=graded))
     with pytest.raises(EnvironmentCrashed, match="lost"):
         await said(session, 1, "add", {"a": 1, "b": 1})
 

@@ -68,9 +68,9 @@ class Endpoint:
 class LoopEnvironment(Environment):
     """Write `run`, plain or `async`: play one episode with the model at `endpoint`, return its reward.
 
-    What it raises is a fault of the environment (ENV_CRASH) and no reward. Only a call that was refused because
-    the conversation is too long, or because a limit of the episode is reached, is the model's own end: what
-    `stopped` returns is the reward then.
+    What it raises is a fault of the environment (ENV_CRASH) and no reward. Only a call that was refused
+    because the conversation is too long, or because a limit of the episode is reached, is the model's own
+    end: what `stopped` returns is the reward then.
     """
 
     deterministic: ClassVar[bool] = False

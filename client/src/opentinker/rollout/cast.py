@@ -158,9 +158,7 @@ class Casting:
     def _voice(self, name: str, version: int, label: str, *, trained: bool) -> Voice:
         model = self._models[name]
         sampler = model.policy.sampler
-        return Voice(
-            label, sampler, model.renderer, model.context_tokens, version, trained, model.policy
-        )
+        return Voice(label, sampler, model.renderer, model.context_tokens, version, trained, model.policy)
 
 
 def check_player(player: Any, field: str) -> None:

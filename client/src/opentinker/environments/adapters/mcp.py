@@ -1,8 +1,8 @@
 """MCP servers as tools (extra `mcp`).
 
-    Files = mcp_environment(
-        McpServer.program("python", "server.py"), {"train": [{"prompt": "...", "answer": "..."}]}, reward=grade
-    )
+Files = mcp_environment(
+    McpServer.program("python", "server.py"), {"train": [{"prompt": "...", "answer": "..."}]}, reward=grade
+)
 """
 
 import asyncio
@@ -48,14 +48,14 @@ def mcp_environment(
 ) -> type[ToolEnvironment]:
     """An environment class whose tools are those of an MCP server, which is asked for them now.
 
-    Each episode is a session of its own: a program is started, a URL is connected to. `tasks` and `prompt` are
-    as in `single_turn`. The model calls tools as often as it likes and then answers; `reward(answer, task,
-    session)`, plain or async, grades what came of it ("" where a limit ended the episode before an answer).
-    `allowed` names the tools that the model may call, by default all; the others are hidden from it, and
-    `prepare(session, task, seed)` and `reward` may still call them.
+    Each episode is a session of its own: a program is started, a URL is connected to. `tasks` and `prompt`
+    are as in `single_turn`. The model calls tools as often as it likes and then answers; `reward(answer,
+    task, session)`, plain or async, grades what came of it ("" where a limit ended the episode before an
+    answer). `allowed` names the tools that the model may call, by default all; the others are hidden from it,
+    and `prepare(session, task, seed)` and `reward` may still call them.
 
-    Arguments that do not fit a tool's schema and errors that a tool reports are told to the model. A server that
-    dies ends the episode as ENV_CRASH; a tool that takes too long meets the deadline of the step. Say
+    Arguments that do not fit a tool's schema and errors that a tool reports are told to the model. A server
+    that dies ends the episode as ENV_CRASH; a tool that takes too long meets the deadline of the step. Say
     `deterministic=True` if the same calls always give the same results.
     """
     given = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
@@ -150,7 +150,9 @@ class McpTool(Tool):
         validator = jsonschema.Draft202012Validator(self.parameters, registry=Registry())
         problem = jsonschema.exceptions.best_match(validator.iter_errors(given))
         if problem is not None:
-            raise ToolError(f"{self.name}: {problem.json_path.replace('$', 'arguments', 1)}: {problem.message}")
+            raise ToolError(
+                f"{self.name}: {problem.json_path.replace('$', 'arguments', 1)}: {problem.message}"
+            )
         return given
 
     async def __call__(self, **arguments: Any) -> Content:

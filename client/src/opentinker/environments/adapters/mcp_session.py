@@ -33,8 +33,8 @@ class ServerLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """An MCP server: a program that is started for each episode and spoken to over its pipes, or the URL of one
-    that runs and speaks streamable HTTP. Made by `program` and `at`.
+    """An MCP server: a program that is started for each episode and spoken to over its pipes, or the URL of
+    one that runs and speaks streamable HTTP. Made by `program` and `at`.
     """
 
     command: tuple[str, ...] = ()
@@ -55,8 +55,8 @@ class McpServer:
 
     @classmethod
     def at(cls, url: str, *, headers: Mapping[str, str] | None = None, mode: str = "auto") -> "McpServer":
-        """A server that runs. With `mode="legacy"` an episode is a session of the server's, as before revision
-        2026-07-28 of the protocol, which has none.
+        """A server that runs. With `mode="legacy"` an episode is a session of the server's, as before
+        revision 2026-07-28 of the protocol, which has none.
         """
         return cls(url=url, headers=dict(headers or {}), mode=mode)
 

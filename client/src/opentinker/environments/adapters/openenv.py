@@ -3,8 +3,8 @@
     Echo = openenv_environment(EchoEnvironment, action=EchoAction)
     Echo = openenv_environment("http://127.0.0.1:8000")
 
-A WebSocket is a session of the server's: its HTTP routes for reset and step make an instance for each call and
-are of no use for an episode.
+A WebSocket is a session of the server's: its HTTP routes for reset and step make an instance for each call
+and are of no use for an episode.
 """
 
 import asyncio
@@ -58,12 +58,12 @@ def openenv_environment(
 ) -> type[Environment]:
     """An environment class of an OpenEnv one.
 
-    `environment` is a class or function that makes one, with its `action` class; or the URL of a server, which is
-    asked for the schema of its actions. `reset` gets the seed, below 2**31, where it takes one, and the task as
-    keyword arguments. `parse` makes the fields of an action of what the model says: by default its only text
-    field, or else a JSON object; what is none is told to the model. `render` shows an observation's fields: by
-    default its only text, or else JSON. Rewards are added up; one that is None is no reward. Say
-    `deterministic=True` if the same seed and actions always give the same episode.
+    `environment` is a class or function that makes one, with its `action` class; or the URL of a server,
+    which is asked for the schema of its actions. `reset` gets the seed, below 2**31, where it takes one, and
+    the task as keyword arguments. `parse` makes the fields of an action of what the model says: by default
+    its only text field, or else a JSON object; what is none is told to the model. `render` shows an
+    observation's fields: by default its only text, or else JSON. Rewards are added up; one that is None is no
+    reward. Say `deterministic=True` if the same seed and actions always give the same episode.
     """
     given = {} if tasks is None else dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
     splits: dict[str, Sequence[Task]] = {split: listed(rows, split) for split, rows in given.items()}
@@ -237,7 +237,9 @@ def _observation(show: Render, payload: Mapping[str, Any]) -> Observation:
 
 
 def _problems(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'action'}: {each['msg']}" for each in error.errors())
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc'])) or 'action'}: {each['msg']}" for each in error.errors()
+    )
 
 
 def _schema_at(url: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
     Shop = trl_environment(ShopEnv, [{"prompt": [...], "item": "apple"}], reward_funcs=[bought])
 
-Neither TRL nor torch is needed. What TRL does with such a class is done here: an instance for each episode, its
-methods (and `tools`) offered to the model, `reset(**row)`, whose text is added to the last message, and at the end
-`get_reward()` and the reward functions, with lists of one and the instance in `environments`.
+Neither TRL nor torch is needed. What TRL does with such a class is done here: an instance for each episode,
+its methods (and `tools`) offered to the model, `reset(**row)`, whose text is added to the last message, and
+at the end `get_reward()` and the reward functions, with lists of one and the instance in `environments`.
 """
 
 import inspect
@@ -44,11 +44,12 @@ def trl_environment(
 ) -> type[ToolEnvironment]:
     """An environment class of a TRL environment factory: a class, or a function that makes an instance.
 
-    `tasks` are TRL's data set: a row's "prompt" is a list of messages or a text, and `reset` gets the whole row.
-    A `reset` that names `seed`, which no row has, gets the episode's, so that all members of a group see the same.
-    Reward functions and `get_reward` are added up with `reward_weights` (those of the functions); None leaves one
-    out. Functions that ask for what only a trainer has (completion_ids, trainer_state, log_extra) are refused, and
-    so are models as rewards. Say `deterministic=True` if the same row, seed and calls give the same episode.
+    `tasks` are TRL's data set: a row's "prompt" is a list of messages or a text, and `reset` gets the whole
+    row. A `reset` that names `seed`, which no row has, gets the episode's, so that all members of a group see
+    the same. Reward functions and `get_reward` are added up with `reward_weights` (those of the functions);
+    None leaves one out. Functions that ask for what only a trainer has (completion_ids, trainer_state,
+    log_extra) are refused, and so are models as rewards. Say `deterministic=True` if the same row, seed and
+    calls give the same episode.
     """
     given = {} if tasks is None else dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
     splits: dict[str, Sequence[Task]] = {split: listed(rows, split) for split, rows in given.items()}
@@ -130,7 +131,9 @@ def trl_environment(
 
         def _asked(self) -> dict[str, Any]:
             """What a reward function is called with."""
-            columns = {name: [value] for name, value in self._row.items() if name not in ("prompt", "completion")}
+            columns = {
+                name: [value] for name, value in self._row.items() if name not in ("prompt", "completion")
+            }
             return {
                 "prompts": [[_plain(message) for message in self._prompt]],
                 "completions": [list(self._said)],
@@ -166,7 +169,9 @@ class _Guarded(Tool):
 
 def _made(factory: Callable[[], Any]) -> Any:
     if isinstance(factory, Mapping):
-        raise EnvironmentDefinitionError("trl_environment takes one factory: make a class of each and fit each")
+        raise EnvironmentDefinitionError(
+            "trl_environment takes one factory: make a class of each and fit each"
+        )
     made = factory()
     if not callable(getattr(made, "reset", None)):
         raise EnvironmentDefinitionError(f"{type(made).__name__} has no `reset`")

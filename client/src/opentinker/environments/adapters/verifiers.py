@@ -21,7 +21,8 @@ from opentinker.environments.errors import EnvironmentDefinitionError
 from opentinker.environments.loops import TOO_LONG, Endpoint, LoopEnvironment
 from opentinker.environments.rewards import Reward, RewardStatus
 
-Config = Mapping[str, Any] | vf.EnvConfig
+Config = Mapping[str, Any] | Any
+"""Its `[env]` block, or an EnvConfig of it."""
 
 
 class RunFailed(Exception):
@@ -43,12 +44,12 @@ def verifiers_environment(
     """An environment class of one of the library's: its `[env]` block, as a dict or EnvConfig, for the split
     "train", and `test` for the split "test" (the same taskset with other options, say).
 
-    Tasks are those of the taskset, at most `limit` of them (needed where it has no end). The reward is the sum of
-    the task's weighted rewards, each a component; its metrics are metrics. What the library records as an error
-    is a fault of the environment, not a reward.
+    Tasks are those of the taskset, at most `limit` of them (needed where it has no end). The reward is the
+    sum of the task's weighted rewards, each a component; its metrics are metrics. What the library records as
+    an error is a fault of the environment, not a reward.
 
-    Refused by name: more than one role, since one policy is recorded; a role with a model or client of its own;
-    and retries, whose thrown away attempts would be trained on.
+    Refused by name: more than one role, since one policy is recorded; a role with a model or client of its
+    own; and retries, whose thrown away attempts would be trained on.
     """
     configs = {"train": _checked(config)} | ({"test": _checked(test)} if test is not None else {})
     loaded = {split: _loaded(each, split, limit) for split, each in configs.items()}
@@ -105,12 +106,14 @@ def verifiers_environment(
     return Verifiers
 
 
-def _checked(config: Config) -> vf.EnvConfig:
+def _checked(config: Config) -> Any:
     """The library's configuration. EnvironmentDefinitionError for what could not be trained on."""
     resolved = resolve_env_config(config if isinstance(config, vf.EnvConfig) else dict(config))
     roles = agent_config_fields(resolved)
     if len(roles) != 1:
-        raise EnvironmentDefinitionError(f"{resolved.env_id} has the roles {', '.join(roles)}: one can be trained")
+        raise EnvironmentDefinitionError(
+            f"{resolved.env_id} has the roles {', '.join(roles)}: one can be trained"
+        )
     ((name, role),) = roles.items()
     for field in ("model", "client"):
         if getattr(role, field) is not None:
@@ -122,7 +125,7 @@ def _checked(config: Config) -> vf.EnvConfig:
     return resolved
 
 
-def _loaded(config: vf.EnvConfig, split: str, limit: int | None) -> list[Any]:
+def _loaded(config: Any, split: str, limit: int | None) -> list[Any]:
     taskset = load_environment(config).taskset
     if limit is None and not taskset.bounded:
         raise EnvironmentDefinitionError(f"limit: the taskset {config.taskset.id} has no end; say how many")

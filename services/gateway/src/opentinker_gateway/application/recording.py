@@ -13,7 +13,6 @@ from opentinker_gateway.ports import Model
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
 
-
 _CALLERS_FAULT = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.OUT_OF_RANGE,
