@@ -188,7 +188,7 @@ class EpisodeLoop:
         )
 
     async def _collect(self) -> None:
-        """Fetch what was recorded elsewhere, which may show that the episode ended otherwise than it seemed."""
+        """Fetch what was recorded elsewhere, and with it what ended the episode there."""
         for name, player in self._players.items():
             if isinstance(player, RecordedAgent):
                 stopped = await player.collect()

@@ -81,7 +81,7 @@ async def create_episode(
     seed: int,
     limits: Mapping[str, int] | None = None,
 ) -> "RecordedEpisode":
-    """A new episode, on the client's loop. `limits`: `max_calls` and `max_tokens`, as the gateway knows them."""
+    """A new episode, on the client's loop. `limits`: the gateway's `max_calls` and `max_tokens`."""
     gateway = (await policy.cluster.info()).gateway_address
     if not gateway:
         raise errors.FailedPrecondition(

@@ -162,7 +162,7 @@ class McpTool(Tool):
 
 
 def _belt(server: McpServer, allowed: Sequence[str] | None) -> tuple[McpTool, ...]:
-    """The tools that the model gets. EnvironmentDefinitionError if the server has not those that are allowed."""
+    """The tools that the model gets. EnvironmentDefinitionError if the server lacks one that is allowed."""
     known = {tool.name: tool for tool in _list_now(server)}
     if missing := sorted(set(allowed or ()) - set(known)):
         text = f"allowed: the server has no tool {missing[0]!r}; its tools: {', '.join(known) or 'none'}"

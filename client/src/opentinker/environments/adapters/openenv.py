@@ -188,7 +188,7 @@ class _Server:
 
 
 def _taken(made: Any, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for a method: without the seed where it takes none. What a task says too much is refused."""
+    """The arguments for a method: without the seed where it takes none."""
     parameters = inspect.signature(getattr(made, method)).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     if takes_all or "seed" in parameters:
