@@ -33,6 +33,7 @@ from opentinker.environments.content import plain_json
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
 from opentinker.environments.runner import EnvironmentRaised, Runner
 from opentinker.environments.serving import MAX_THREADS, serve_in_threads, serve_overlapping
+from opentinker.environments.targets import Target
 
 Answer = tuple[dict[str, Any], list[bytes]]
 _PR_SET_PDEATHSIG = 1
@@ -151,14 +152,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load(target: str, path: list[str]) -> EnvironmentClass:
-    """The class that `module:Class` names. EnvironmentDefinitionError, ImportError."""
-    module_name, _, attribute = target.partition(":")
-    if not attribute:
-        raise EnvironmentDefinitionError(f"{target!r} does not name a class as module:Class")
+    """The class that `module:Class` names, or `module:function(literals)` makes. EnvironmentDefinitionError,
+    ImportError.
+    """
+    named = Target.read(target)
     sys.path[:0] = path
-    value: Any = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        value = getattr(value, part)
+    value = named.made_of(importlib.import_module(named.module))
     check_class(value)
     cls: EnvironmentClass = value
     return cls
