@@ -50,6 +50,8 @@ class Environment:
     """
     tell_legal_actions: ClassVar[bool] = True
     """Add an observation's `legal_actions` to it in words. False where it says them itself."""
+    run_timeout_s: ClassVar[float] = 0.0
+    """Set by `LoopEnvironment` only."""
     awaits: ClassVar[bool] = False
     """A plain method returns an awaitable; set by factories only (`async def` is seen without it)."""
 
@@ -109,6 +111,8 @@ class EnvironmentInfo:
     agents: tuple[str, ...] = (AGENT,)
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas, in OpenAI's shape."""
+    run_timeout_s: float = 0.0
+    """Above 0 where it owns the model loop (`LoopEnvironment`): what a run takes at most."""
 
 
 def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
@@ -123,6 +127,7 @@ def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
         splits=tuple(cls.splits) or (DEFAULT_SPLITS if cls.tasks is not Environment.tasks else ()),
         agents=tuple(cls.agents),
         tools=tuple(each.schema for each in cls.tools),
+        run_timeout_s=float(cls.run_timeout_s),
     )
 
 
@@ -133,6 +138,7 @@ def check_class(cls: object) -> None:
             f"{cls!r} is no environment: give a subclass of opentinker.Environment, not an instance"
         )
     missing = [name for name in ("reset", "step") if getattr(cls, name) is getattr(Environment, name)]
+    missing += [name for name in ("run",) if getattr(getattr(cls, name, None), "__isabstractmethod__", False)]
     if missing:
         raise EnvironmentDefinitionError(f"{cls.__name__} does not define {' and '.join(missing)}")
     names = () if isinstance(cls.agents, str) else tuple(cls.agents)

@@ -152,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         "splits": list(info.splits),
         "agents": list(info.agents),
         "tools": list(info.tools),
+        "run_timeout_s": info.run_timeout_s,
         "concurrent": worker.concurrent,
     }
     sink.write(frames.encode({"hello": hello}))

@@ -23,6 +23,8 @@ class EnvironmentFacts:
     splits: tuple[str, ...]
     agents: tuple[str, ...] = ("agent",)
     tools: tuple[Plain, ...] = ()
+    run_timeout_s: float = 0.0
+    """Above 0 where the environment owns the model loop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ def environment_id(name: str, field: str) -> str:
 
 def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.Environment:
     """A hosted environment."""
+    run_timeout = Duration()
+    run_timeout.FromNanoseconds(int(facts.run_timeout_s * 1e9))
     return environment_pb2.Environment(
         name=f"{ENVIRONMENTS}{name}",
         description=facts.description,
@@ -66,6 +68,7 @@ def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.
         splits=facts.splits,
         agents=facts.agents,
         tools_json=[json.dumps(schema) for schema in facts.tools],
+        run_timeout=run_timeout if facts.run_timeout_s else None,
     )
 
 

@@ -5,6 +5,7 @@ Environments and episodes."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from opentinkerapi.data.v1 import content_pb2 as _content_pb2
@@ -34,6 +35,7 @@ class Environment(_message.Message):
     SPLITS_FIELD_NUMBER: _builtins.int
     AGENTS_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"environments/{environment}"."""
     description: _builtins.str
@@ -56,6 +58,10 @@ class Environment(_message.Message):
     def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tools that models may call, each a JSON schema in OpenAI's shape."""
 
+    @_builtins.property
+    def run_timeout(self) -> _duration_pb2.Duration:
+        """Where it is set the environment owns the model loop: its only step is a run, whose action is the JSON of an OpenAI endpoint (base_url, api_key, model), and takes at most so long."""
+
     def __init__(
         self,
         *,
@@ -67,10 +73,11 @@ class Environment(_message.Message):
         splits: _abc.Iterable[_builtins.str] | None = ...,
         agents: _abc.Iterable[_builtins.str] | None = ...,
         tools_json: _abc.Iterable[_builtins.str] | None = ...,
+        run_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run_timeout", b"run_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "description", b"description", "deterministic", b"deterministic", "max_turns", b"max_turns", "name", b"name", "splits", b"splits", "tools_json", b"tools_json", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "description", b"description", "deterministic", b"deterministic", "max_turns", b"max_turns", "name", b"name", "run_timeout", b"run_timeout", "splits", b"splits", "tools_json", b"tools_json", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

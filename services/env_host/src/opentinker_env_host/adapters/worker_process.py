@@ -80,6 +80,7 @@ class ProcessWorker:
             splits=tuple(hello["splits"]),
             agents=tuple(hello["agents"]),
             tools=tuple(hello["tools"]),
+            run_timeout_s=float(hello["run_timeout_s"]),
         )
         self._running: dict[int, _Call] = {}
         self._waiting: OrderedDict[int, _Call] = OrderedDict()
