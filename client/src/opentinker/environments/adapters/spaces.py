@@ -154,11 +154,11 @@ class Sayable:
         if kind(self._space) == "Text":
             action: Any = text
         else:
-            found = _JSON.search(text) or _BARE.search(text)
-            if not found:
+            json_text = _JSON.search(text) or _BARE.search(text)
+            if not json_text:
                 raise NoAction("I see no JSON in that.")
             try:
-                action = of_json(self._space, json.loads(found.group()))
+                action = of_json(self._space, json.loads(json_text.group()))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise NoAction(f"That is no action: {error}.") from None
         if not self._space.contains(action):
