@@ -255,6 +255,13 @@ def Turns(**options: Any) -> Any:
     return tictactoe_v3.env(**options)
 
 
+def test_what_a_copy_would_lose_is_said() -> None:
+    """EzPickle makes a copy anew, without the state."""
+    assert not pettingzoo_environment("classic/tictactoe_v3").copyable  # type: ignore[attr-defined]
+    assert not pettingzoo_environment("classic/rps_v2", parallel=True).copyable  # type: ignore[attr-defined]
+    assert gymnasium_environment("FrozenLake-v1").copyable  # type: ignore[attr-defined]
+
+
 class TestTextArena:
     def test_players_and_games_must_fit(self) -> None:
         with pytest.raises(EnvironmentDefinitionError, match="number of players has to be 2"):

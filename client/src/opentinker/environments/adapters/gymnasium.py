@@ -4,9 +4,9 @@ Lake = gymnasium_environment("FrozenLake-v1", render="ansi", actions=("left", "d
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from opentinker.environments.adapters.libraries import library, plain
+from opentinker.environments.adapters.libraries import is_rebuilt, library, plain
 from opentinker.environments.adapters.randomness import library_seed
 from opentinker.environments.adapters.spaces import (
     MASK,
@@ -70,7 +70,11 @@ def gymnasium_environment(
     finally:
         sample.close()
 
+    whole = not is_rebuilt(sample)
+
     class Gymnasium(Environment):
+        copyable: ClassVar[bool] = whole
+
         def __init__(self, **more: Any) -> None:
             try:
                 self._env = made(more)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from opentinker.environments.adapters.gymnasium import Shown, mask_of
-from opentinker.environments.adapters.libraries import library, plain
+from opentinker.environments.adapters.libraries import is_rebuilt, library, plain
 from opentinker.environments.adapters.randomness import library_seed
 from opentinker.environments.adapters.spaces import (
     MASK,
@@ -70,7 +70,10 @@ def pettingzoo_environment(
     finally:
         sample.close()
 
+    whole = not is_rebuilt(sample)
+
     class PettingZoo(Environment):
+        copyable: ClassVar[bool] = whole
         agents: ClassVar[tuple[str, ...]] = names
 
         def __init__(self, **more: Any) -> None:
