@@ -1,5 +1,6 @@
 """The conformance tests on every registered adapter, in this process and on a real env_host."""
 
+import copy
 import importlib
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -10,10 +11,12 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from opentinker.environments import EnvironmentSource, environment_source
+from opentinker.environments import Action, EnvironmentSource, environment_source
+from opentinker.environments.base import is_async
+from opentinker.environments.runner import Runner
 from opentinker.environments.worker import load
 from opentinkerapi.runtime.channels import open_channel
-from tests.conformance.case import AdapterCase, opened, played
+from tests.conformance.case import SEED, AdapterCase, opened, played
 from tests.conformance.contract import AdapterConformance
 from tests.conformance.hosting import running_host
 
@@ -63,6 +66,26 @@ class TestInProcess(AdapterConformance):
             await episode.session.close()
             assert random.getstate() == states[-1][0]
             assert not case.deterministic or episode.seen == expected.seen
+
+    async def test_a_copy_goes_on_as_the_episode_does(self, case: AdapterCase) -> None:
+        """What says that it can be copied is copied whole: a fork is the same episode."""
+        cls = load(case.target, [str(each) for each in case.path])
+        if not (case.deterministic and getattr(cls, "copyable", True)) or is_async(cls):
+            return
+        runner, rng = Runner(cls, case.options), random.Random(3)
+        pending = await runner.begin(SEED, case.task)
+        twin = copy.deepcopy(runner)
+        for turn in range(1, 1000):
+            said = case.endings[0].play(turn, pending, rng)
+            actions = {
+                name: each if isinstance(each, Action) else Action(each) for name, each in said.items()
+            }
+            step, other = await runner.step(actions), await twin.step(actions)
+            assert step == other, f"turn {turn}"
+            pending = step.observations
+            if step.done:
+                break
+        assert await runner.finalize() == await twin.finalize()
 
 
 @pytest.fixture(scope="module")

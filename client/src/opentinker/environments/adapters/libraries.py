@@ -48,3 +48,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(each) for each in value]
     return str(value)
+
+
+def is_rebuilt(env: Any) -> bool:
+    """Whether a copy of an environment of Gymnasium or PettingZoo is a new one: EzPickle, a class of
+    theirs, makes it from the arguments of the constructor and leaves the state behind.
+    """
+    while env is not None:
+        if any(cls.__name__ == "EzPickle" for cls in type(env).__mro__):
+            return True
+        env = next((vars(env)[name] for name in ("env", "aec_env", "par_env") if name in vars(env)), None)
+    return False
