@@ -137,7 +137,7 @@ async def test_what_is_wrong_with_a_call_is_its_reply_and_the_stream_goes_on(sta
         assert reasons == list(wrong)
         assert replies[len(wrong)].step.rewards[0].reward.value == 0.5
         fields = [error_of(reply).field for reply in replies[len(wrong) + 1 : -1]]
-        assert fields == ["actions", "begin.job_token", "call"]
+        assert fields == ["actions[1].agent", "begin.job_token", "call"]
         assert "must be finite" in str(error_of(replies[-1]))
         (again,) = await stream.ask(step(bad, 2))
         assert error_of(again).metadata["end_reason"] == "ENV_CRASH"

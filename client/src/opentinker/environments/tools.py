@@ -76,7 +76,7 @@ class Tool:
 
     def _object(self, arguments: str) -> dict[str, Any]:
         try:
-            given = json.loads(arguments or "{}")
+            given = json.loads(arguments or "{}", parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise ToolError(f"the arguments of {self.name} are no JSON: {error}") from None
         if not isinstance(given, dict):
@@ -278,6 +278,11 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         if colon:
             arguments[name.split(" ")[0]] = words.strip()
     return before.strip(), arguments
+
+
+def _no_number(text: str) -> None:
+    # Python reads NaN and Infinity; JSON has no such numbers, and a tool would compute with them.
+    raise ValueError(f"{text} is no number")
 
 
 def in_words(schemas: Sequence[Mapping[str, Any]]) -> str:

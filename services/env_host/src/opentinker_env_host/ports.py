@@ -114,8 +114,8 @@ class WorkerLauncher(Protocol):
 
 
 class Journal(Protocol):
-    """Keeps what a host that is started again needs to play its episodes again; each call returns when it is
-    kept.
+    """Keeps what a host that is started again needs to play its episodes again: what it was told is kept once
+    `flush` has returned.
     """
 
     def load(self) -> "list[Episode]":
@@ -136,6 +136,10 @@ class Journal(Protocol):
 
     def closed(self, name: str) -> None:
         """An episode is over."""
+        ...
+
+    def flush(self) -> None:
+        """Comes before each answer."""
         ...
 
     def tidy(self, episodes: "Sequence[Episode]") -> None:
@@ -163,6 +167,9 @@ class NoJournal:
         return None
 
     def closed(self, name: str) -> None:
+        return None
+
+    def flush(self) -> None:
         return None
 
     def tidy(self, episodes: "Sequence[Episode]") -> None:

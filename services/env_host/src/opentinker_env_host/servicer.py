@@ -78,6 +78,7 @@ class EnvHostServicer(EnvHostServiceServicer):
         group = await self._host.open_group(
             request.request_id, recipe, request.size, acting_job(), acting_project()
         )
+        self._host.commit()
         response = pb.OpenGroupResponse(group=group.name, episodes=group.episodes)
         response.expire_time.FromDatetime(self._clock.now() + timedelta(seconds=recipe.lease_ttl_s))
         return response
@@ -108,6 +109,7 @@ class EnvHostServicer(EnvHostServiceServicer):
 
     async def CloseEpisodes(self, request: pb.CloseEpisodesRequest, context: Any) -> pb.CloseEpisodesResponse:
         await self._host.close(request.episodes, acting_job())
+        self._host.commit()
         return pb.CloseEpisodesResponse()
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
@@ -117,4 +119,6 @@ class EnvHostServicer(EnvHostServiceServicer):
         return response
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(self._host.keep(work))
+        answer = await asyncio.shield(self._host.keep(work))
+        self._host.commit()
+        return answer

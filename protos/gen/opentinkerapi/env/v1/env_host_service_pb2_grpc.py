@@ -172,7 +172,7 @@ class EnvHostServiceServicer(object):
     def Drive(self, request_iterator, context):
         """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
         Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
-        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+        Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

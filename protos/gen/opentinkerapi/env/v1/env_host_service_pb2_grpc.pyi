@@ -60,7 +60,7 @@ class EnvHostServiceStub:
     Drive: _aio.StreamStreamMultiCallable[_env_host_service_pb2.DriveRequest, _env_host_service_pb2.DriveResponse]
     """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
     Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
-    Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+    Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
     """
     CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
     """CloseEpisodes frees episodes.
@@ -172,7 +172,7 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_env_host_service_pb2.DriveResponse]:
         """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
         Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
-        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+        Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
         """
 
     @_abc_1.abstractmethod

@@ -1,8 +1,9 @@
 """What episodes were made of and what they answered, in a file, for a host that is started again.
 
-Lines of JSON, each written before the caller is answered: whatever a caller has seen is here, even if the
-process is killed then. (A machine that loses its power may lose the last lines; their episodes are then out
-of step and end.) The file is rewritten with what is still open when it is read and when it has grown.
+Lines of JSON, written by `flush` before callers are answered, those of many answers at once: whatever a
+caller has seen is here, even if the process is killed then. (A machine that loses its power may lose the last
+lines; their episodes are then out of step and end.) The file is rewritten with what is still open when it is
+read and when it has grown.
 """
 
 import fcntl
@@ -20,7 +21,7 @@ from opentinker_env_host.domain.episode import Episode, Recipe, Turn
 log = structlog.get_logger()
 
 REWRITE_BYTES = 64 << 20
-_BATCH_BYTES = 1 << 20
+_BATCH_LINES = 10_000
 
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -37,6 +38,7 @@ class FileJournal:
         self._lock = -1
         self._size = 0
         self._grown = 0
+        self._waiting: list[bytes] = []
 
     def load(self) -> list[Episode]:
         """The episodes that were open, with what they answered; expired until renewed."""
@@ -59,22 +61,29 @@ class FileJournal:
 
     def opened(self, episodes: Iterable[Episode]) -> None:
         """Episodes were opened."""
-        self._write([_opening(episode) for episode in episodes])
+        self._add(map(_opening, episodes))
 
     def begun(self, episode: Episode) -> None:
         """The first observation was given."""
-        self._write([["begin", episode.name, episode.first_digest]])
+        self._add([["begin", episode.name, episode.first_digest]])
 
     def stepped(self, episode: Episode) -> None:
         """A step was answered."""
-        self._write([_stepping(episode.name, episode.last_seq, episode)])
+        self._add([_stepping(episode.name, episode.last_seq, episode)])
 
     def closed(self, name: str) -> None:
         """An episode is over, for whatever reason."""
-        self._write([["close", name]])
+        self._add([["close", name]])
+
+    def flush(self) -> None:
+        """Have what was told so far in the file."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._append(b"".join(waiting))
 
     def tidy(self, episodes: Iterable[Episode]) -> None:
         """Rewrite the file with these, which are all that are open, if it has grown enough."""
+        self.flush()
         if self._fd >= 0 and self._grown > max(self._rewrite_bytes, self._size):
             self.rewrite(episodes)
 
@@ -85,12 +94,19 @@ class FileJournal:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
-        self._write(line for episode in episodes for line in _whole(episode))
+        # They are as they are now, whatever of it was still to be written.
+        self._waiting.clear()
+        for episode in episodes:
+            self._add(_whole(episode))
+            if len(self._waiting) > _BATCH_LINES:
+                self.flush()
+        self.flush()
         os.replace(new, self._path)
         self._size, self._grown = os.fstat(fd).st_size, 0
 
     def close(self) -> None:
         """Write no more; the file stays."""
+        self.flush()
         for fd in (self._fd, self._lock):
             if fd >= 0:
                 os.close(fd)
@@ -106,18 +122,9 @@ class FileJournal:
             self._lock = -1
         return self._lock >= 0
 
-    def _write(self, lines: Iterable[list[Any]]) -> None:
-        if self._fd < 0:
-            return
-        batch: list[bytes] = []
-        size = 0
-        for line in lines:
-            batch.append(_dump(line).encode() + b"\n")
-            size += len(batch[-1])
-            if size > _BATCH_BYTES:
-                self._append(b"".join(batch))
-                batch, size = [], 0
-        self._append(b"".join(batch))
+    def _add(self, lines: Iterable[list[Any]]) -> None:
+        if self._fd >= 0:
+            self._waiting += [_dump(line).encode() + b"\n" for line in lines]
 
     def _append(self, data: bytes) -> None:
         self._grown += len(data)

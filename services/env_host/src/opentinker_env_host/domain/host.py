@@ -219,6 +219,12 @@ class EnvironmentHost:
         self.opened[recipe.environment] += size
         return Group(f"groups/{group}", names)
 
+    def commit(self) -> None:
+        """Have all that was done so far survive this process. Comes before each answer, once for all that go
+        out together.
+        """
+        self._journal.flush()
+
     def keep(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Run a call to its end even if the caller goes away; shield the task where it is awaited."""
         return self._background.start(work)
