@@ -14,7 +14,8 @@ ADAPTERS = "opentinker.environments.adapters"
 SEED = 11
 
 Play = Callable[[int, Observations, random.Random], Mapping[str, str | Action]]
-"""What the agents say in a turn (1, 2, 3 …) whose moves are pending. Everything random comes from the generator,
+"""What the agents say in a turn (1, 2, 3 …) whose moves are pending. Everything random comes from the
+generator,
 which is the same for each episode."""
 
 

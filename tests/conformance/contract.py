@@ -14,8 +14,8 @@ from tests.conformance.case import SEED, AdapterCase, opened, played
 
 
 class AdapterConformance:
-    """The tests. A subclass gives the fixtures `case`, `source` of its episodes, and `broken`: a source of those
-    of the environment whose first step raises.
+    """The tests. A subclass gives the fixtures `case`, `source` of its episodes, and `broken`: a source of
+    those of the environment whose first step raises.
     """
 
     async def test_the_same_seed_is_the_same_episode(

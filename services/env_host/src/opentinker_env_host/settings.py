@@ -18,8 +18,8 @@ class EnvironmentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
-    """`module:Class`, or `module:function(literals)` that makes one; importable by the worker's interpreter, the
-    host never imports it.
+    """`module:Class`, or `module:function(literals)` that makes one; importable by the worker's
+    interpreter, the host never imports it.
     """
     path: tuple[Path, ...] = ()
     """Folders put in front of the worker's module search path."""

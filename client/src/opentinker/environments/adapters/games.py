@@ -33,10 +33,10 @@ def game_environment(
 ) -> type[Environment]:
     """An environment class of such a game: a class, or "module:Class" for targets of env_host.
 
-    `options` and the environment's own go to its constructor. `reset` gets the task as keyword arguments, or where
-    there are no tasks, what `generate_initial_state` draws from the episode's seed. The first observation is the
-    system prompt, and the user message with what `reset` said below it. What a game draws from the
-    generators of `random` and `numpy.random` is the episode's own.
+    `options` and the environment's own go to its constructor. `reset` gets the task as keyword arguments,
+    or where there are no tasks, what `generate_initial_state` draws from the episode's seed. The first
+    observation is the system prompt, and the user message with what `reset` said below it. What a game
+    draws from the generators of `random` and `numpy.random` is the episode's own.
     """
     make = named_class(game, "game_environment")
     if missing := [each for each in _METHODS if not callable(getattr(make, each, None))]:

@@ -33,7 +33,7 @@ class OwnRandomness:
         with _LOCK:
             # A library that draws from numpy has imported it.
             numpy = sys.modules.get("numpy")
-            before = [random.getstate(), numpy.random.get_state() if numpy else None]
+            before, numpy_before = random.getstate(), numpy.random.get_state() if numpy else None
             random.setstate(self._states[0])
             if numpy:
                 if self._states[1] is None:
@@ -44,6 +44,6 @@ class OwnRandomness:
                 yield
             finally:
                 self._states = [random.getstate(), numpy.random.get_state() if numpy else None]
-                random.setstate(before[0])
+                random.setstate(before)
                 if numpy:
-                    numpy.random.set_state(before[1])
+                    numpy.random.set_state(numpy_before)
