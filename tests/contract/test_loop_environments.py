@@ -3,6 +3,7 @@ all, and one loop plays them in this process and on a real env_host.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -64,6 +65,8 @@ class Talker(LoopEnvironment):
                     messages = [{"role": "user", "content": "In short: go on."}]
                 else:
                     messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": "More."}]
+        if task.get("dies"):
+            os._exit(3)
         if task.get("raises"):
             raise KeyError("the agent's own fault")
         if task.get("hangs"):
@@ -99,7 +102,7 @@ def host_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
-@pytest.fixture(params=["in this process", "hosted"])
+@pytest.fixture(params=["in this process", pytest.param("hosted", marks=pytest.mark.slow)])
 async def stage(request: pytest.FixtureRequest, world: World) -> AsyncIterator[Stage]:
     if request.param == "hosted":
         async with open_channel(f"127.0.0.1:{request.getfixturevalue('host_port')}") as channel:
@@ -268,6 +271,17 @@ async def test_a_gateway_that_forgot_the_episode_lost_it(world: World) -> None:
     assert (trajectory.end_reason, trajectory.reward.value) == (EndReason.SANDBOX_LOST, None)
 
 
+@pytest.mark.slow
+async def test_b75_a_run_whose_worker_died_is_not_played_again(world: World, host_port: int) -> None:
+    async with open_channel(f"127.0.0.1:{host_port}") as channel:
+        source = await environment_source("talker", channel=channel)
+        trajectory = await Stage(world, source).play({"turns": 1, "dies": True})
+        assert (trajectory.end_reason, trajectory.reward.value) == (EndReason.SANDBOX_LOST, None)
+        assert len(world.inference.requests) == 1
+        await source.close()
+
+
+@pytest.mark.slow
 async def test_plain_runs_may_block(world: World, host_port: int) -> None:
     world.inference.script = ["hello"]
     async with open_channel(f"127.0.0.1:{host_port}") as channel:

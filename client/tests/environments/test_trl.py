@@ -129,6 +129,17 @@ async def test_an_episode_that_a_limit_ends_is_scored_as_trl_does() -> None:
     assert (await session.finalize()).reward.components["Shop"] == 0.5
 
 
+async def test_a_tool_that_ends_the_process_is_told_to_the_model() -> None:
+    class Leaves(Shop):
+        def buy(self, item: str, count: int = 1) -> int:
+            """Leaves."""
+            raise SystemExit(3)
+
+    session, _ = await begun(trl_environment(Leaves))
+    told = (await session.step(Action("", (ToolCall("buy", '{"item": "x"}'),)), 1)).observation.messages
+    assert told[0].content.text == "{'error': 'SystemExit: 3'}"
+
+
 async def test_plain_methods_may_block() -> None:
     found: list[str] = []
 
