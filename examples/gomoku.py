@@ -126,6 +126,7 @@ class Gomoku(ot.Environment):
         self.board = Board(self.size, self.line, stones)
         self.mistakes = dict.fromkeys(PLAYERS, 0)
         self.moves = 0
+        self.scores = dict.fromkeys(PLAYERS, 0.0)
         self.met: set[str] = set()
         return {opening["begins"]: self.seen_by(opening["begins"])}
 
@@ -136,16 +137,25 @@ class Gomoku(ot.Environment):
         if cell is None:
             self.mistakes[player] += 1
             if self.mistakes[player] > MISTAKES:
-                return ot.JointStep(rewards={player: 0.0, other: 1.0}, terminated=True)
+                return self.ended({other: 1.0})
             return ot.JointStep({player: self.seen_by(player, "That is no free place.\n")})
         won = self.board.wins(player, cell)
         self.board = self.board.with_stone(cell, player)
         self.moves += 1
         if won:
-            return ot.JointStep(rewards={player: 1.0, other: 0.0}, terminated=True)
+            return self.ended({player: 1.0})
         if not self.board.free():
-            return ot.JointStep(rewards=dict.fromkeys(PLAYERS, self.draw), terminated=True)
+            return self.ended(dict.fromkeys(PLAYERS, self.draw))
         return ot.JointStep({other: self.seen_by(other, f"{player} played {name(cell)}.\n")})
+
+    def ended(self, scores: Mapping[str, float]) -> ot.JointStep:
+        """The end of the game; who is left out gets 0."""
+        self.scores |= scores
+        return ot.JointStep(rewards=self.scores, terminated=True)
+
+    def finalize(self) -> Mapping[str, float]:
+        # A game that a limit stops has not been won: that is 0, not an episode without a reward.
+        return self.scores
 
     def read(self, text: str) -> Cell | None:
         """The place that a player names; None if it names none, several, or one that is not free."""

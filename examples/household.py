@@ -131,6 +131,7 @@ class Household(ot.Environment):
         self.at = ""
         self.opened: set[str] = set()
         self.used = self.invalid = 0
+        self.score = 0.0
         rooms = ". ".join(
             f"{room.capitalize()}: {', '.join(each)}" for room, each in self.house.rooms.items()
         )
@@ -145,6 +146,7 @@ class Household(ot.Environment):
         else:
             self.invalid += 1
         if looked or self.house.done():
+            self.score = 1.0
             return ot.StepResult(told, reward=1.0, terminated=True)
         if self.used == self.turns:
             return ot.StepResult(told, reward=0.0, truncated=True)
@@ -236,6 +238,10 @@ class Household(ot.Environment):
     def build(self, seed: str) -> House:
         """Any house."""
         return build(random.Random(seed), self.size, self.chores)
+
+    def finalize(self) -> float:
+        # Who is stopped by a limit has not done it: that is 0, not an episode without a reward.
+        return self.score
 
     def metrics(self) -> dict[str, float]:
         return {"turns": float(self.used), "invalid": float(self.invalid)}

@@ -91,6 +91,7 @@ class MathsWithPython(ot.ToolEnvironment):
         name, numbers = (task["kind"], task["numbers"]) if task else self.draw(seed)
         self.answer = str(KINDS[name].solve(*numbers))
         self.turns = 0
+        self.score = 0.0
         self.interpreter = ot.sandbox.CodeInterpreter(limits=ot.sandbox.Limits(wall_s=5), max_chars=400)
         question = KINDS[name].question.format(*numbers)
         return ot.Observation(f"{question} {INSTRUCTION}", info={"kind": name, "numbers": list(numbers)})
@@ -111,7 +112,8 @@ class MathsWithPython(ot.ToolEnvironment):
     def answered(self, text: str) -> ot.StepResult:
         answer = _ANSWER.search(text)
         if answer:
-            return ot.StepResult(reward=float(answer[1] == self.answer), terminated=True)
+            self.score = float(answer[1] == self.answer)
+            return ot.StepResult(reward=self.score, terminated=True)
         seen = self.interpreter.observe(ot.Action(text))
         return ot.StepResult(seen or "Run code, or end with 'Answer: <number>'.")
 
@@ -138,6 +140,10 @@ class MathsWithPython(ot.ToolEnvironment):
         """Any problem."""
         name = dice.choice(self.kinds)
         return name, tuple(dice.randint(*span) for span in KINDS[name].ranges)
+
+    def finalize(self) -> float:
+        # Who is stopped by a limit has not answered: that is 0, not an episode without a reward.
+        return self.score
 
     def metrics(self) -> dict[str, float]:
         return {"code_runs": float(self.interpreter.calls)}

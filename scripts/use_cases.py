@@ -23,6 +23,8 @@ from scripts.evidence_cases import Progress
 ROOT = Path(__file__).resolve().parents[1]
 PLOTS = ROOT / "docs" / "evidence"
 MODEL = "smollm2-135m-instruct"
+ENGINE: str | None = None
+"""That samples; None: the one that is installed."""
 SEEDS = (0, 1, 2)
 GAIN = 0.30
 """What the held-out reward must rise by."""
@@ -118,7 +120,8 @@ def demonstrations(case: UseCase, seed: int) -> list[Row]:
 def untrained(case: UseCase, state_dir: Path) -> Row:
     """What the model scores on the held-out tasks as it comes, before anything is learned."""
     with ot.connect(state_dir=fresh(state_dir), progress=True) as cluster:
-        policy = cluster.create_policy(MODEL, tuning=ot.LoRA(rank=16)).result()
+        inference = ot.ServerOptions(engine=ENGINE)
+        policy = cluster.create_policy(MODEL, tuning=ot.LoRA(rank=16), inference=inference).result()
         result = ot.evaluate(
             policy,
             case.env,
@@ -172,6 +175,7 @@ def reinforce(case: UseCase, seed: int, folder: Path, state_dir: Path, warm: Row
             evaluation=ot.Evaluation(samples=case.samples),
             seed=seed,
             run_dir=fresh(folder / f"run-{seed}"),
+            inference=ot.ServerOptions(engine=ENGINE),
             progress=True,
         )
     PLOTS.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 three seeds.
 
 SmolLM2-135M-Instruct on a board of 5 by 5, four in a line, with threats told (examples/gomoku.py): warmed up
-by our own SFT on 160 demonstrations, of which three in ten are of a player that puts stones anywhere, then
+by our own SFT on 240 demonstrations, of which one in ten is of a player that puts stones anywhere, then
 GRPO against the script. Who does what the threats say and plays anywhere otherwise wins three games in four.
 """
 
@@ -27,8 +27,8 @@ CASE = UseCase(
     options={"size": 5, "line": 4, "threats": True},
     agents={"o": script},
     scripts=(lambda: expert, lambda: anywhere),
-    good=0.7,
-    demonstrations=160,
+    good=0.9,
+    demonstrations=240,
     steps=20,
     groups=4,
     max_tokens=5,

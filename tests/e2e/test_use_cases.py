@@ -3,16 +3,21 @@ on held-out tasks and leaves a plot. It learns nothing in so few steps.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import opentinker as ot
+from scripts import use_cases
+from scripts.evidence_cases import Progress
+from scripts.evidence_cases.maths_with_python import CASE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -80,3 +85,21 @@ def test_use_case(
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "critic/score/mean" in row]
     assert [row["step"] for row in steps] == [1, 2]
+
+
+def test_evidence(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untrained, warmed up on demonstrations that call a tool, reinforced from that checkpoint."""
+    monkeypatch.setattr(use_cases, "MODEL", str(tiny_model_dir))
+    monkeypatch.setattr(use_cases, "ENGINE", "transformers")
+    monkeypatch.setattr(use_cases, "ROOT", tmp_path)
+    monkeypatch.setattr(use_cases, "PLOTS", tmp_path / "docs" / "evidence")
+    monkeypatch.setattr("examples.maths_with_python.HELD_OUT", 4)
+    case = replace(CASE, demonstrations=32, steps=2, groups=1, max_tokens=8, samples=1, limits=None)
+    found = use_cases.learned(use_cases.measure(case, Progress(tmp_path / "kept", "abc"), seeds=(3,)))
+    assert found["untrained"]["tasks"] == 4
+    (seed,) = found["seeds"].values()
+    assert seed["sft_loss_last"] < seed["sft_loss_first"]
+    assert (seed["tasks"], len(seed["rewards"])) == (4, 2)
+    assert math.isclose(seed["gain"], seed["held_out_after"] - seed["held_out_before"], abs_tol=1e-9)
+    assert (tmp_path / seed["plot"]).read_bytes().startswith(b"\x89PNG")
+    json.dumps(found)

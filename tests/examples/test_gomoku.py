@@ -93,6 +93,17 @@ def test_winning_losing_and_drawing() -> None:
     assert {each: reward.value for each, reward in drawn.rewards.items()} == {"x": 0.5, "o": 0.5}
 
 
+def test_the_whole_game_is_worth_who_won() -> None:
+    game, _, _ = begin()
+    for mine, theirs in (("b1", "e4"), ("c1", "e3")):
+        game.step({"x": ot.Action(mine)})
+        game.step({"o": ot.Action(theirs)})
+    # A limit of the loop may stop it here: not won is 0, and never a game without a reward.
+    assert game.finalize() == {"x": 0.0, "o": 0.0}
+    game.step({"x": ot.Action("d1")})
+    assert game.finalize() == {"x": 1.0, "o": 0.0}
+
+
 @pytest.mark.parametrize("text", ["", "pass", "a1", "e5", "f1", "a6", "a0", "b1 or b2", "a11"])
 def test_what_is_no_move_loses_in_the_end(text: str) -> None:
     game, _, _ = begin()

@@ -119,6 +119,15 @@ def test_commands_run_out() -> None:
     assert (steps[2].reward.value, steps[2].truncated) == (0.0, True)
 
 
+def test_the_whole_episode_is_worth_what_was_done() -> None:
+    game = home(Chore("put", "apple", "table"))
+    play(game, "go to fridge", "open fridge", "take apple")
+    # A limit of the loop may stop it here: not done is 0, and never an episode without a reward.
+    assert game.finalize() == 0.0
+    play(game, "go to table", "put apple")
+    assert game.finalize() == 1.0
+
+
 def done_by(make: Any, chore: str, houses: int = 20) -> float:
     """The share of held-out houses in which the chore gets done."""
     total = 0.0

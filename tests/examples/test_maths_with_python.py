@@ -54,6 +54,11 @@ async def test_mistakes_are_observations_and_turns_end() -> None:
     assert reward == 0.0
 
 
+async def test_who_is_stopped_before_an_answer_gets_0() -> None:
+    _, reward, metrics = await play(call("1"))
+    assert (reward, metrics) == (0.0, {"code_runs": 1.0})
+
+
 async def test_tools_that_are_not_there_are_told_and_turns_end() -> None:
     calls = [Action("", (ot.ToolCall("shell", "{}"),))] * MathsWithPython.max_turns
     shown, reward, _ = await play(*calls)
@@ -68,7 +73,7 @@ async def test_only_the_number_counts(text: str) -> None:
     _, reward, _ = await play(
         text, *["-"] * (MathsWithPython.max_turns - 1) if "Answer: " not in text else ()
     )
-    assert reward in (0.0, None)
+    assert reward == 0.0
 
 
 @pytest.mark.parametrize(
