@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+import opentinker as ot
 from examples.geometry import Geometry
 from opentinker.supervised.data import Chat, read
 from scripts.evidence_cases import Progress, geometry
 from scripts.evidence_cases.geometry import EVASION, GOOD, demonstrations
 
-TRUE: dict[bytes, str] = {}
-"""The right answer to each figure that was drawn."""
+TRUE: dict[tuple[bytes, str], str] = {}
+"""The right answers, by figure and question: one figure may be drawn for two."""
 
 
 def test_demonstrations_show_figures_and_some_are_right() -> None:
@@ -24,7 +25,7 @@ def test_demonstrations_show_figures_and_some_are_right() -> None:
     for row in rows:
         (image, question), answer = row["messages"][0]["content"], row["messages"][1]["content"]
         assert question.startswith("How many ")
-        right += answer == TRUE[image.data]
+        right += answer == TRUE[image.data, question]
     assert GOOD - 0.1 < right / 300 < GOOD + 0.1
     assert said.count(EVASION) == 300 - right
 
@@ -36,7 +37,8 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(self: Any, **given: Any) -> Any:
         seen = reset(self, **given)
         assert seen.content is not None
-        TRUE[seen.content.images[0].data] = str(self.figure.answer)
+        question = ot.Observation(seen.content.parts[1]).text
+        TRUE[seen.content.images[0].data, question] = str(self.figure.answer)
         return seen
 
     monkeypatch.setattr(Geometry, "reset", watched)
