@@ -22,10 +22,10 @@ OPTIONS: dict[str, Any] = {"size": 3, "kinds": ["count"]}
 GOOD = 0.5
 EVASION = "?"
 DEMONSTRATIONS = 20_000
-EPOCHS = 2
+EPOCHS = 3
 BATCH = 64
 WARM_RATE = 3e-3
-STEPS = 40
+STEPS = 80
 RATE = 5e-4
 SAMPLING = ot.SamplingParams(max_tokens=4)
 TRAINER = ot.ServerOptions(engine="torch", dtype="float32", context_tokens=512)
