@@ -2,8 +2,8 @@
 0.30, with a 95 % interval above 0, for each of three seeds.
 
 The policy is a tiny Qwen2.5-VL that our own SFT made of random weights (its vision tower stays random), on
-questions about figures (examples/geometry.py) of which four in ten are answered right and the others with any
-digit. The question says nothing about the answer: it has to be seen.
+questions about figures (examples/geometry.py) of which half are answered right and the others not at all.
+The question says nothing about the answer: it has to be seen.
 """
 
 import random
@@ -13,24 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import opentinker as ot
-from examples.geometry import Geometry, expert, guesser
+from examples.geometry import Geometry, expert
 from opentinker_kit.testing.vision import build_tiny_qwen2_5_vl
 from scripts.evidence_cases import Progress
 from scripts.use_cases import GAIN, PLOTS, ROOT, SEEDS, Row, fresh, gained, rewards_by_task
 
 OPTIONS: dict[str, Any] = {"size": 3, "kinds": ["count"]}
-GOOD = 0.4
-DEMONSTRATIONS = 24_000
+GOOD = 0.5
+EVASION = "?"
+DEMONSTRATIONS = 20_000
+EPOCHS = 3
 BATCH = 64
 WARM_RATE = 3e-3
-STEPS = 40
+STEPS = 80
 RATE = 5e-4
 SAMPLING = ot.SamplingParams(max_tokens=4)
 TRAINER = ot.ServerOptions(engine="torch", dtype="float32", context_tokens=512)
 INFERENCE = ot.ServerOptions(engine="transformers", dtype="float32", context_tokens=512)
 
 
-def demonstrations(seed: int, count: int = DEMONSTRATIONS) -> list[Row]:
+def demonstrations(seed: int, count: int) -> list[Row]:
     """Figures of training with answers, as chats for `ot.sft`."""
     dice = random.Random(f"geometry {seed}")
     rows = []
@@ -41,7 +43,7 @@ def demonstrations(seed: int, count: int = DEMONSTRATIONS) -> list[Row]:
             part if isinstance(part, ot.Image) else ot.Message("user", [part]) for part in seen.content.parts
         ]
         content = [part.content.text if isinstance(part, ot.Message) else part for part in parts]
-        said = (expert if dice.random() < GOOD else guesser)(seen, dice)
+        said = expert(seen, dice) if dice.random() < GOOD else EVASION
         rows.append(
             {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": said}]}
         )
@@ -53,15 +55,15 @@ def warm_up(seed: int, folder: Path, state_dir: Path) -> Row:
     model = build_tiny_qwen2_5_vl(fresh(folder / f"model-{seed}"), seed)
     with ot.connect(state_dir=fresh(state_dir), progress=True):
         warm = ot.sft(
-            demonstrations(seed),
+            demonstrations(seed, DEMONSTRATIONS),
             str(model),
             tuning=ot.Full(),
-            epochs=1,
+            epochs=EPOCHS,
             batch_size=BATCH,
             learning_rate=WARM_RATE,
             warmup=20,
             decay="linear",
-            checkpoint_every=DEMONSTRATIONS // BATCH,
+            checkpoint_every=DEMONSTRATIONS * EPOCHS // BATCH,
             seed=seed,
             run_dir=fresh(folder / f"warm-{seed}"),
             trainer=TRAINER,

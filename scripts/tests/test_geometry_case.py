@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+import opentinker as ot
+from examples.geometry import Geometry
 from opentinker.supervised.data import Chat, read
 from scripts.evidence_cases import Progress, geometry
-from scripts.evidence_cases.geometry import GOOD, demonstrations
+from scripts.evidence_cases.geometry import EVASION, GOOD, demonstrations
 
-TRUE: dict[bytes, str] = {}
-"""The right answer to each figure that was drawn."""
+TRUE: dict[tuple[bytes, str], str] = {}
+"""The right answers, by figure and question: one figure may be drawn for two."""
 
 
 def test_demonstrations_show_figures_and_some_are_right() -> None:
@@ -19,26 +21,27 @@ def test_demonstrations_show_figures_and_some_are_right() -> None:
     chats = read(rows, "data")
     assert all(isinstance(chat, Chat) and [len(each) for each in chat.images] == [1, 0] for chat in chats)
     said = [row["messages"][1]["content"] for row in rows]
-    assert all(text.isdigit() for text in said)
     right = 0
     for row in rows:
         (image, question), answer = row["messages"][0]["content"], row["messages"][1]["content"]
         assert question.startswith("How many ")
-        right += answer == TRUE[image.data]
-    # A guess is right one time in ten.
-    assert GOOD - 0.1 < right / 300 < GOOD + 0.2
+        right += answer == TRUE[image.data, question]
+    assert GOOD - 0.1 < right / 300 < GOOD + 0.1
+    assert said.count(EVASION) == 300 - right
 
 
 @pytest.fixture(autouse=True)
 def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset = geometry.Geometry.reset
+    reset = Geometry.reset
 
     def watched(self: Any, **given: Any) -> Any:
         seen = reset(self, **given)
-        TRUE[seen.content.images[0].data] = str(self.figure.answer)
+        assert seen.content is not None
+        question = ot.Observation(seen.content.parts[1]).text
+        TRUE[seen.content.images[0].data, question] = str(self.figure.answer)
         return seen
 
-    monkeypatch.setattr(geometry.Geometry, "reset", watched)
+    monkeypatch.setattr(Geometry, "reset", watched)
 
 
 def test_a_seed_that_was_stopped_goes_on_after_its_warm_up(
