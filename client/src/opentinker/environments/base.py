@@ -50,6 +50,11 @@ class Environment:
     """
     tell_legal_actions: ClassVar[bool] = True
     """Add an observation's `legal_actions` to it in words. False where it says them itself."""
+    copyable: ClassVar[bool] = True
+    """A deep copy of an instance holds the whole episode, so that a copy can be played on from there. False
+    where something of it lives elsewhere: in globals of a library, in a server. Not asked where the class has
+    `snapshot` and `restore` of its own.
+    """
     awaits: ClassVar[bool] = False
     """A plain method returns an awaitable; set by factories only (`async def` is seen without it)."""
 
@@ -109,6 +114,8 @@ class EnvironmentInfo:
     agents: tuple[str, ...] = (AGENT,)
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas, in OpenAI's shape."""
+    snapshots: str = "NONE"
+    """How its episodes can be forked, the best way first tried: NATIVE, COPY, REPLAY, NONE."""
 
 
 def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
@@ -123,7 +130,24 @@ def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
         splits=tuple(cls.splits) or (DEFAULT_SPLITS if cls.tasks is not Environment.tasks else ()),
         agents=tuple(cls.agents),
         tools=tuple(each.schema for each in cls.tools),
+        snapshots=snapshots_of(cls),
     )
+
+
+def has_snapshots(cls: EnvironmentClass) -> bool:
+    """Whether it has methods of its own: `snapshot()`, whose result is JSON, and `restore(state)`, called on
+    a fresh instance in place of `reset`.
+    """
+    return callable(getattr(cls, "snapshot", None)) and callable(getattr(cls, "restore", None))
+
+
+def snapshots_of(cls: EnvironmentClass) -> str:
+    """The best way to take a snapshot of its episodes."""
+    if has_snapshots(cls):
+        return "NATIVE"
+    if cls.copyable:
+        return "COPY"
+    return "REPLAY" if cls.deterministic else "NONE"
 
 
 def check_class(cls: object) -> None:

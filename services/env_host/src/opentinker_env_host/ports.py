@@ -23,6 +23,8 @@ class EnvironmentFacts:
     splits: tuple[str, ...]
     agents: tuple[str, ...] = ("agent",)
     tools: tuple[Plain, ...] = ()
+    snapshots: str = "NONE"
+    """NATIVE, COPY, REPLAY or NONE: what is tried first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,10 @@ class Journal(Protocol):
         """The first observation was given."""
         ...
 
+    def moved(self, episode: "Episode") -> None:
+        """The episode is now as it says, whatever was told of it before."""
+        ...
+
     def stepped(self, episode: "Episode") -> None:
         """A step was answered."""
         ...
@@ -160,6 +166,9 @@ class NoJournal:
         return None
 
     def begun(self, episode: "Episode") -> None:
+        return None
+
+    def moved(self, episode: "Episode") -> None:
         return None
 
     def stepped(self, episode: "Episode") -> None:

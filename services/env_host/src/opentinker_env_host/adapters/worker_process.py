@@ -80,6 +80,7 @@ class ProcessWorker:
             splits=tuple(hello["splits"]),
             agents=tuple(hello["agents"]),
             tools=tuple(hello["tools"]),
+            snapshots=str(hello["snapshots"]),
         )
         self._running: dict[int, _Call] = {}
         self._waiting: OrderedDict[int, _Call] = OrderedDict()
