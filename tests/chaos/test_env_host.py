@@ -108,7 +108,9 @@ def gone(state: Path) -> None:
 
 
 @pytest.mark.parametrize("becomes", [nothing, torn, gone])
-async def test_kill_9_of_the_host_under_live_episodes(tmp_path: Path, becomes: Callable[[Path], None]) -> None:
+async def test_kill_9_of_the_host_under_live_episodes(
+    tmp_path: Path, becomes: Callable[[Path], None]
+) -> None:
     channels: list[Any] = []
 
     async def source(name: str, port: int) -> EnvironmentSource:

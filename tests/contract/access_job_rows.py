@@ -6,7 +6,7 @@ from typing import Any
 
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import content_pb2, loss_pb2, prompt_pb2
-from opentinkerapi.env.v1 import capabilities_pb2, environment_pb2, package_pb2
+from opentinkerapi.env.v1 import capabilities_pb2, environment_pb2, package_pb2, snapshot_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as env
 from opentinkerapi.inference.v1 import inference_service_pb2 as inference
 from opentinkerapi.inference.v1 import sampling_pb2
@@ -201,6 +201,23 @@ _ENV_HOST: Mapping[str, Row] = {
     "Finalize": Row(JOB, lambda w: env.FinalizeRequest(episode=w.episode), "EPISODE_NOT_FOUND", changes=True),
     # What B is told of an episode of A is in the reply: see test_drive_hides_the_episodes_of_others.
     "Drive": Row(JOB, _drive),
+    "Snapshot": Row(
+        JOB,
+        lambda w: snapshot_pb2.SnapshotRequest(request_id=_id(), episode=w.episode),
+        "EPISODE_NOT_FOUND",
+        changes=True,
+    ),
+    "Fork": Row(
+        JOB,
+        lambda w: snapshot_pb2.ForkRequest(request_id=_id(), snapshot=w.snapshot, size=1),
+        "SNAPSHOT_NOT_FOUND",
+    ),
+    "Restore": Row(
+        JOB,
+        lambda w: snapshot_pb2.RestoreRequest(request_id=_id(), episode=w.episode, snapshot=w.snapshot),
+        "EPISODE_NOT_FOUND",
+        changes=True,
+    ),
     "CloseEpisodes": Row(JOB, lambda w: env.CloseEpisodesRequest(episodes=[w.episode]), changes=True),
     "RenewLease": Row(JOB, lambda w: env.RenewLeaseRequest(episodes=[w.episode])),
 }

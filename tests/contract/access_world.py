@@ -40,7 +40,7 @@ from opentinker_trainer.bootstrap import TrainerServer
 from opentinker_trainer.settings import TrainerSettings
 from opentinkerapi.catalog.v1 import catalog_service_pb2, policy_pb2
 from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceStub
-from opentinkerapi.env.v1 import env_host_service_pb2, package_pb2
+from opentinkerapi.env.v1 import env_host_service_pb2, package_pb2, snapshot_pb2
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceStub
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
 from opentinkerapi.run.v1.run_service_pb2_grpc import RunServiceStub
@@ -86,6 +86,7 @@ class World:
     deployment: str = f"deployments/{DEPLOYMENT}"
     run: str = ""
     episode: str = ""
+    snapshot: str = ""
     package: str = "environments/secret-of-a@1"
     blob: str = SHA
 
@@ -102,6 +103,7 @@ class World:
             deployment="deployments/none",
             run="runs/none",
             episode="episodes/none-0",
+            snapshot="snapshots/none",
             package="environments/none@1",
             blob="0" * 64,
         )
@@ -311,8 +313,11 @@ async def _make_rest(world: World, store: MemoryObjectStore, signer: TokenSigner
         group = env_host_service_pb2.OpenGroupRequest(
             request_id=_id(), environment="environments/game", size=1, seed=1
         )
-        episode = (await EnvHostServiceStub(channel).OpenGroup(group)).episodes[0]
-    return replace(world, run=run, episode=episode)
+        env_hosts = EnvHostServiceStub(channel)
+        episode = (await env_hosts.OpenGroup(group)).episodes[0]
+        await env_hosts.Begin(env_host_service_pb2.BeginRequest(episode=episode))
+        taken = await env_hosts.Snapshot(snapshot_pb2.SnapshotRequest(request_id=_id(), episode=episode))
+    return replace(world, run=run, episode=episode, snapshot=taken.snapshot)
 
 
 async def _run_job(world: World, key: str) -> jobs_pb2.RenewJobLeaseResponse:

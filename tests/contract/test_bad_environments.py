@@ -70,7 +70,9 @@ class Place:
         self.how = how
         self._channel = channel
 
-    async def source(self, env: type[Environment], timeout_s: float = 10.0, **options: Any) -> EnvironmentSource:
+    async def source(
+        self, env: type[Environment], timeout_s: float = 10.0, **options: Any
+    ) -> EnvironmentSource:
         if self.how == "here":
             return await environment_source(env, options, step_timeout_s=timeout_s)
         source: Any = await environment_source(
@@ -165,7 +167,9 @@ async def test_what_reset_does_wrong_is_a_crash(place: Place) -> None:
 
 async def test_what_the_end_does_wrong_is_a_crash(place: Place) -> None:
     good = await place.source(Bad)
-    wrong = [("finalize", name) for name in (*ENDINGS, "raises", "raises StopIteration", "leaves the program")]
+    wrong = [
+        ("finalize", name) for name in (*ENDINGS, "raises", "raises StopIteration", "leaves the program")
+    ]
     wrong += [("metrics", name) for name in ENDINGS]
     bad = {f"{at}: {name}": await place.source(Bad, at=at, misdeed=name) for at, name in wrong}
     played = await beside_good_ones(good, {name: play(source, "on", "end") for name, source in bad.items()})

@@ -136,6 +136,8 @@ async def _checks(plan: _Plan) -> list[Check]:
     checks.append(_compared("interleaved", plan, once[: len(mixed)], mixed))
     checks.append(await _in_two_processes(plan, once))
     checks.append(_seed_matters(plan, once, repeats=checks[0].verdict == PASSED))
+    alone = all(check.verdict == PASSED for check in checks[:2])
+    checks.append(await _snapshots(plan, once[0], alone=alone))
     errors = [trace.error for trace in (*once, *again) if trace.error]
     wrong = [error for error in errors if "InvalidReward" in error]
     broken = [error for error in errors if "InvalidReward" not in error]
@@ -163,6 +165,37 @@ async def _interleaved(plan: _Plan) -> list[Trace]:
     traces = [await episode.end() for episode in episodes]
     plan.played += traces
     return traces[: len(plan.seeds)]
+
+
+async def _snapshots(plan: _Plan, whole: Trace, *, alone: bool) -> Check:
+    """Whether an episode that is forked after its first step, and its fork, go on as one that was not."""
+    name = "snapshots"
+    if not alone:
+        return Check(name, SKIPPED, "there is nothing to compare with: episodes do not repeat themselves")
+    if plan.info.snapshots not in ("NATIVE", "COPY"):
+        return Check(name, SKIPPED, f"its episodes are forked by {plan.info.snapshots}")
+    episode = Episode(plan.cls, plan.options, plan.seeds[0], plan.play)
+    going = await episode.move() and await episode.move()
+    if not going or episode.trace.ended:
+        await episode.end()
+        return Check(name, SKIPPED, "the episode was over after its first step")
+    try:
+        fork = await episode.fork()
+    except Exception as error:
+        await episode.end()
+        kind = plan.info.snapshots
+        if kind == "COPY":
+            return Check(name, SKIPPED, f"it cannot be copied: {type(error).__name__}: {error}")
+        return Check(name, FAILED, f"{kind}: {error}")
+    for each in (fork, episode):
+        while await each.move():
+            pass
+    traces = [await fork.end(), await episode.end()]
+    plan.played += traces
+    for trace, what in zip(traces, ("a fork", "an episode that was forked"), strict=True):
+        if difference := first_difference(whole, trace):
+            return Check(name, FAILED, f"{plan.info.snapshots}: of {what}, {difference}")
+    return Check(name, PASSED, plan.info.snapshots)
 
 
 async def _in_two_processes(plan: _Plan, once: Sequence[Trace]) -> Check:
@@ -240,6 +273,7 @@ def _warnings(info: EnvironmentInfo, checks: Sequence[Check]) -> list[str]:
         "interleaved": "episodes in one process disturb each other: host it as exclusive",
         "two_processes": "another process gives another episode for the same seed and actions",
         "seed_matters": "IT SEEMS TO IGNORE ITS SEED: no difference between seeds was seen",
+        "snapshots": "its snapshots do not hold the whole episode: fix them, or set copyable = False",
         "rewards": "its rewards are not valid",
         "crashes": "it raises",
     }
@@ -248,9 +282,9 @@ def _warnings(info: EnvironmentInfo, checks: Sequence[Check]) -> list[str]:
     for check in checks:
         if check.verdict != FAILED:
             continue
-        if check.name in ("repeats", "interleaved", "two_processes") and not info.deterministic:
+        if check.name in ("repeats", "interleaved", "two_processes", "snapshots") and not info.deterministic:
             continue  # it says so itself
-        if check.name in ("interleaved", "two_processes") and not repeats:
+        if check.name in ("interleaved", "two_processes", "snapshots") and not repeats:
             continue  # it follows
         found.append(f"{words[check.name]} ({check.detail})")
     return found

@@ -1,15 +1,17 @@
 """One episode played for the record: what it answered, as digests, and how long that took."""
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opentinker.environments import codec
 from opentinker.environments.agents import Observations
-from opentinker.environments.base import EnvironmentClass
+from opentinker.environments.base import EnvironmentClass, has_snapshots
 from opentinker.environments.daemon_threads import DaemonThreads
 from opentinker.environments.runner import EnvironmentRaised, Runner, call_directly
 from opentinker.environments.types import Action
@@ -51,6 +53,7 @@ class Episode:
     def __init__(self, cls: EnvironmentClass, options: Mapping[str, Any], seed: int, play: Play) -> None:
         self.trace = Trace()
         self._cls = cls
+        self._options = options
         self._play = play
         self._seed = seed
         # The same for every seed: what differs then is the environment's doing.
@@ -92,6 +95,20 @@ class Episode:
         except EnvironmentRaised as raised:
             trace.error = trace.error or raised.text
         return trace
+
+    async def fork(self) -> "Episode":
+        """Another one at the same place, by the environment's own methods or as a copy. Raises what they
+        raise.
+        """
+        play = replace(self._play)
+        made = Episode(self._cls, self._options, self._seed, play)
+        if has_snapshots(self._cls):
+            await made._runner.go_on_from(json.loads(json.dumps(await self._runner.state())))
+        else:
+            made._runner = self._runner.copy()
+        made._pending, made.trace = self._pending, deepcopy(self.trace)
+        made._random.setstate(self._random.getstate())
+        return made
 
     def _actions(self, pending: Observations) -> dict[str, Action]:
         said = self._play.actions[len(self.trace.step_s) % len(self._play.actions)]

@@ -28,6 +28,7 @@ from opentinker.environments.base import (
     EnvironmentClass,
     check_class,
     describe,
+    has_snapshots,
     is_async,
     make,
 )
@@ -58,7 +59,11 @@ class Worker:
             "close": self._close,
             "check": self._check,
             "tasks": self._tasks,
+            "snapshot": self._snapshot,
+            "fork": self._fork,
+            "drop": self._drop,
         }
+        self._snapshots: dict[str, Runner] = {}
 
     async def answer(self, request: Mapping[str, Any]) -> bytes:
         """The frame that answers a request; never raises."""
@@ -104,6 +109,40 @@ class Worker:
         runner = self._episodes.pop(request["episode"], None)
         if runner is not None:
             await runner.close()
+        return {}, []
+
+    async def _snapshot(self, request: Mapping[str, Any]) -> Answer:
+        """Native, else a copy that stays here, else none: then the host has the episode played again."""
+        runner = self._episodes[request["episode"]]
+        why = ""
+        if has_snapshots(self._cls):
+            try:
+                return {"kind": "NATIVE", "state": await runner.state()}, []
+            except EnvironmentRaised as raised:
+                sys.stderr.write(raised.trace)
+                why = raised.text
+        elif self._cls.copyable and request["copy"]:
+            try:
+                self._snapshots[request["snapshot"]] = runner.copy()
+                return {"kind": "COPY"}, []
+            except Exception as error:
+                why = f"it cannot be copied: {type(error).__name__}: {error}"
+        return {"kind": "", "why": why}, []
+
+    async def _fork(self, request: Mapping[str, Any]) -> Answer:
+        if request["state"] is not None:
+            runner = Runner(self._cls, request["options"])
+            await runner.go_on_from(request["state"])
+        else:
+            runner = self._snapshots[request["snapshot"]].copy()
+        former = self._episodes.pop(request["episode"], None)
+        self._episodes[request["episode"]] = runner
+        if former is not None:
+            await former.close()
+        return {}, []
+
+    async def _drop(self, request: Mapping[str, Any]) -> Answer:
+        self._snapshots.pop(request["snapshot"], None)
         return {}, []
 
     async def _check(self, request: Mapping[str, Any]) -> Answer:
@@ -153,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         "agents": list(info.agents),
         "tools": list(info.tools),
         "run_timeout_s": info.run_timeout_s,
+        "snapshots": info.snapshots,
         "concurrent": worker.concurrent,
     }
     sink.write(frames.encode({"hello": hello}))

@@ -25,6 +25,8 @@ class EnvironmentFacts:
     tools: tuple[Plain, ...] = ()
     run_timeout_s: float = 0.0
     """Above 0 where the environment owns the model loop."""
+    snapshots: str = "NONE"
+    """NATIVE, COPY, REPLAY or NONE: what is tried first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,10 @@ class Journal(Protocol):
         """The first observation was given."""
         ...
 
+    def moved(self, episode: "Episode") -> None:
+        """The episode is now as it says, whatever was told of it before."""
+        ...
+
     def stepped(self, episode: "Episode") -> None:
         """A step was answered."""
         ...
@@ -162,6 +168,9 @@ class NoJournal:
         return None
 
     def begun(self, episode: "Episode") -> None:
+        return None
+
+    def moved(self, episode: "Episode") -> None:
         return None
 
     def stepped(self, episode: "Episode") -> None:

@@ -16,7 +16,7 @@ from opentinker_env_host.ports import EnvironmentFacts, Sandbox
 from opentinker_kit.auth import acting_job, acting_project, current_principal
 from opentinker_kit.clock import Clock
 from opentinker_kit.required import checks_its_messages
-from opentinkerapi.env.v1 import capabilities_pb2, package_pb2
+from opentinkerapi.env.v1 import capabilities_pb2, package_pb2, snapshot_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceServicer
 
@@ -165,6 +165,37 @@ class EnvHostServicer(EnvHostServiceServicer):
                 yield response
         finally:
             self._streams.discard(stream)
+
+    async def Snapshot(
+        self, request: snapshot_pb2.SnapshotRequest, context: Any
+    ) -> snapshot_pb2.SnapshotResponse:
+        work = self._host.forks.snapshot(request.request_id, request.episode, acting_job())
+        taken = await self._whole(work)
+        kind = wire.SNAPSHOT_KINDS[taken.kind]
+        return snapshot_pb2.SnapshotResponse(snapshot=taken.name, kind=kind, seq=taken.seq)
+
+    async def Fork(self, request: snapshot_pb2.ForkRequest, context: Any) -> snapshot_pb2.ForkResponse:
+        forked = await self._whole(
+            self._host.forks.fork(
+                request.request_id, request.snapshot, request.size, acting_job(), acting_project()
+            )
+        )
+        response = snapshot_pb2.ForkResponse(
+            group=forked.group,
+            episodes=forked.episodes,
+            kind=wire.SNAPSHOT_KINDS[forked.kind],
+            next_seq=forked.next_seq,
+        )
+        response.expire_time.FromDatetime(self._clock.now() + timedelta(seconds=forked.lease_ttl_s))
+        return response
+
+    async def Restore(
+        self, request: snapshot_pb2.RestoreRequest, context: Any
+    ) -> snapshot_pb2.RestoreResponse:
+        kind, next_seq = await self._whole(
+            self._host.forks.restore(request.request_id, request.episode, request.snapshot, acting_job())
+        )
+        return snapshot_pb2.RestoreResponse(kind=wire.SNAPSHOT_KINDS[kind], next_seq=next_seq)
 
     async def CloseEpisodes(self, request: pb.CloseEpisodesRequest, context: Any) -> pb.CloseEpisodesResponse:
         await self._host.close(request.episodes, acting_job())

@@ -30,6 +30,12 @@ _DTYPES: Mapping[str, "tensor_pb2.DType.ValueType"] = {
 }
 
 
+SNAPSHOT_KINDS: Mapping[str, "environment_pb2.SnapshotKind.ValueType"] = {
+    "NONE": environment_pb2.SNAPSHOT_KIND_NONE,
+    "NATIVE": environment_pb2.SNAPSHOT_KIND_NATIVE,
+    "COPY": environment_pb2.SNAPSHOT_KIND_COPY,
+    "REPLAY": environment_pb2.SNAPSHOT_KIND_REPLAY,
+}
 _SANDBOX_MODES: Mapping[str, "capabilities_pb2.SandboxMode.ValueType"] = {
     "": capabilities_pb2.SANDBOX_MODE_NONE,
     "SLOT_UID": capabilities_pb2.SANDBOX_MODE_SLOT_UID,
@@ -69,6 +75,7 @@ def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.
         agents=facts.agents,
         tools_json=[json.dumps(schema) for schema in facts.tools],
         run_timeout=run_timeout if facts.run_timeout_s else None,
+        snapshots=SNAPSHOT_KINDS.get(facts.snapshots, environment_pb2.SNAPSHOT_KIND_UNSPECIFIED),
     )
 
 

@@ -6,6 +6,7 @@ import warnings
 from opentinkerapi.env.v1 import capabilities_pb2 as opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2
 from opentinkerapi.env.v1 import package_pb2 as opentinkerapi_dot_env_dot_v1_dot_package__pb2
+from opentinkerapi.env.v1 import snapshot_pb2 as opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2
 
 GRPC_GENERATED_VERSION = '1.80.1'
 GRPC_VERSION = grpc.__version__
@@ -111,6 +112,21 @@ class EnvHostServiceStub(object):
                 '/opentinkerapi.env.v1.EnvHostService/Drive',
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/Snapshot',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotResponse.FromString,
+                _registered_method=True)
+        self.Fork = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/Fork',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkResponse.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/Restore',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreResponse.FromString,
                 _registered_method=True)
         self.CloseEpisodes = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/CloseEpisodes',
@@ -263,6 +279,33 @@ class EnvHostServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Snapshot(self, request, context):
+        """Snapshot takes the state of an episode, in the best way that its environment allows.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fork(self, request, context):
+        """Fork opens episodes that go on from a snapshot.
+        Errors: SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Restore takes an episode back to a snapshot of it.
+        Errors: EPISODE_NOT_FOUND, SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseEpisodes(self, request, context):
         """CloseEpisodes frees episodes.
         Errors: INVALID_FIELD, STALE_ATTEMPT.
@@ -358,6 +401,21 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
                     servicer.Drive,
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.FromString,
                     response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'Fork': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fork,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreResponse.SerializeToString,
             ),
             'CloseEpisodes': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseEpisodes,
@@ -776,6 +834,87 @@ class EnvHostService(object):
             '/opentinkerapi.env.v1.EnvHostService/Drive',
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.SerializeToString,
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Snapshot',
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Fork',
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Restore',
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

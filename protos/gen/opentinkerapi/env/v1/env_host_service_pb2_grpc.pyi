@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from opentinkerapi.env.v1 import capabilities_pb2 as _capabilities_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as _env_host_service_pb2
 from opentinkerapi.env.v1 import package_pb2 as _package_pb2
+from opentinkerapi.env.v1 import snapshot_pb2 as _snapshot_pb2
 import abc as _abc_1
 
 
@@ -92,6 +93,21 @@ class EnvHostServiceStub:
     """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
     Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
     Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
+    """
+    Snapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.SnapshotRequest, _snapshot_pb2.SnapshotResponse]
+    """Snapshot takes the state of an episode, in the best way that its environment allows.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+    Retry: safe with the same request_id.
+    """
+    Fork: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.ForkRequest, _snapshot_pb2.ForkResponse]
+    """Fork opens episodes that go on from a snapshot.
+    Errors: SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+    Retry: safe with the same request_id.
+    """
+    Restore: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.RestoreRequest, _snapshot_pb2.RestoreResponse]
+    """Restore takes an episode back to a snapshot of it.
+    Errors: EPISODE_NOT_FOUND, SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+    Retry: safe with the same request_id.
     """
     CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
     """CloseEpisodes frees episodes.
@@ -270,6 +286,39 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
         Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
         Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
+        """
+
+    @_abc_1.abstractmethod
+    def Snapshot(
+        self,
+        request: _snapshot_pb2.SnapshotRequest,
+        context: _aio.ServicerContext[_snapshot_pb2.SnapshotRequest, _abc.Awaitable[_snapshot_pb2.SnapshotResponse]],
+    ) -> _abc.Awaitable[_snapshot_pb2.SnapshotResponse]:
+        """Snapshot takes the state of an episode, in the best way that its environment allows.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+
+    @_abc_1.abstractmethod
+    def Fork(
+        self,
+        request: _snapshot_pb2.ForkRequest,
+        context: _aio.ServicerContext[_snapshot_pb2.ForkRequest, _abc.Awaitable[_snapshot_pb2.ForkResponse]],
+    ) -> _abc.Awaitable[_snapshot_pb2.ForkResponse]:
+        """Fork opens episodes that go on from a snapshot.
+        Errors: SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _snapshot_pb2.RestoreRequest,
+        context: _aio.ServicerContext[_snapshot_pb2.RestoreRequest, _abc.Awaitable[_snapshot_pb2.RestoreResponse]],
+    ) -> _abc.Awaitable[_snapshot_pb2.RestoreResponse]:
+        """Restore takes an episode back to a snapshot of it.
+        Errors: EPISODE_NOT_FOUND, SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
         """
 
     @_abc_1.abstractmethod

@@ -69,6 +69,10 @@ class FileJournal:
         """The first observation was given."""
         self._add([["begin", episode.name, episode.first_digest]])
 
+    def moved(self, episode: Episode) -> None:
+        """The episode was forked from a snapshot, or taken back to one."""
+        self._add([["close", episode.name], *_whole(episode)])
+
     def stepped(self, episode: Episode) -> None:
         """A step was answered."""
         self._add([_stepping(episode.name, episode.last_seq, episode)])

@@ -81,6 +81,7 @@ class ProcessWorker:
             agents=tuple(hello["agents"]),
             tools=tuple(hello["tools"]),
             run_timeout_s=float(hello["run_timeout_s"]),
+            snapshots=str(hello["snapshots"]),
         )
         self._running: dict[int, _Call] = {}
         self._waiting: OrderedDict[int, _Call] = OrderedDict()

@@ -17,6 +17,7 @@ import structlog
 
 from opentinker_env_host.domain.answers import FirstAnswers
 from opentinker_env_host.domain.episode import Answered, Episode, Recipe, not_found
+from opentinker_env_host.domain.forks import Forks
 from opentinker_env_host.domain.packages import is_key
 from opentinker_env_host.domain.player import Background, Player
 from opentinker_env_host.domain.pool import WorkerPool
@@ -81,6 +82,7 @@ class EnvironmentHost:
         self._questions = Questions()
         self._background = Background()
         self._player = Player(self._pools, failures, self._background, journal_steps=limits.journal_steps)
+        self.forks = Forks(self, self._player, clock, limits.journal_steps)
         self._started = False
         self.opened: Counter[str] = Counter()
         """Episodes so far, by environment."""
@@ -223,26 +225,31 @@ class EnvironmentHost:
 
     async def _open_group(self, recipe: Recipe, size: int, owner: str, project: str) -> Group:
         pool = self.pool(recipe.environment)
-        if not 1 <= size <= self._limits.max_group_size:
-            raise ServiceError(
-                Reason.INVALID_FIELD,
-                f"size must be from 1 to {self._limits.max_group_size}, not {size}",
-                field="size",
-            )
-        self._check_room(size, project)
+        self.check_group(size, project)
         await self._questions.check_options(pool, recipe.options)
         # Meanwhile others were opened, or the environment was deleted.
-        self._check_room(size, project)
+        self.check_group(size, project)
         self.pool(recipe.environment)
         now = self._clock.monotonic()
         group = secrets.token_hex(8)
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
-        for name in names:
-            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner, project)
-        self._journal.opened([self._episodes[name] for name in names])
-        self._of_projects[project] += size
-        self.opened[recipe.environment] += size
+        made = [Episode(name, recipe, now + recipe.lease_ttl_s, owner, project) for name in names]
+        self.adopt(made)
         return Group(f"groups/{group}", names)
+
+    def adopt(self, episodes: Sequence[Episode]) -> None:
+        """Have these among the open ones."""
+        for episode in episodes:
+            self._episodes[episode.name] = episode
+            self._of_projects[episode.project] += 1
+            self.opened[episode.recipe.environment] += 1
+            if episode.begun:
+                self._journal.moved(episode)
+        self._journal.opened([episode for episode in episodes if not episode.begun])
+
+    def moved(self, episode: Episode) -> None:
+        """It is at another place than its last answers say."""
+        self._journal.moved(episode)
 
     def commit(self) -> None:
         """Have all that was done so far survive this process. Comes before each answer, once for all that go
@@ -256,7 +263,7 @@ class EnvironmentHost:
 
     async def begin(self, name: str, owner: str = "") -> Reply:
         """The first observation."""
-        return await self._begin(self._episode(name, owner))
+        return await self._begin(self.episode(name, owner))
 
     async def step(
         self, name: str, seq: int, key: bytes, action: Mapping[str, Any], owner: str = ""
@@ -264,11 +271,11 @@ class EnvironmentHost:
         """Play one step, or give the stored answer of the last one. `key` identifies the request's
         actions.
         """
-        return await self._step(self._episode(name, owner), seq, key, action)
+        return await self._step(self.episode(name, owner), seq, key, action)
 
     async def finalize(self, name: str, last_seq: int = 0, owner: str = "") -> Reply:
         """The return of the episode; refused where the caller was given more steps than are known here."""
-        return await self._finalize(self._episode(name, owner), last_seq)
+        return await self._finalize(self.episode(name, owner), last_seq)
 
     async def close(self, names: Sequence[str], owner: str = "") -> None:
         """Free episodes; unknown ones, and those of others, are passed over."""
@@ -301,6 +308,7 @@ class EnvironmentHost:
             if rounds % MEMORY_EVERY == 0:
                 for pool in list(self._pools.values()):
                     pool.check_memory()
+                await self.forks.tidy()
                 self._journal.tidy(list(self._episodes.values()))
 
     async def reap(self) -> None:
@@ -317,7 +325,8 @@ class EnvironmentHost:
         episode = self._episodes.get(name)
         return episode is not None and owner in ("", episode.owner)
 
-    def _episode(self, name: str, owner: str) -> Episode:
+    def episode(self, name: str, owner: str) -> Episode:
+        """An open one of a job, whose lease starts anew. EPISODE_NOT_FOUND."""
         if not self._started:
             raise _starting()
         if not self._exists(name, owner):
@@ -327,7 +336,7 @@ class EnvironmentHost:
         return episode
 
     @contextlib.asynccontextmanager
-    async def _at(self, episode: Episode) -> AsyncIterator[None]:
+    async def at(self, episode: Episode) -> AsyncIterator[None]:
         """Work on an episode that answers, alone, and with its answers at hand. Once it failed it is not kept
         for a host that comes after this one.
         """
@@ -343,7 +352,7 @@ class EnvironmentHost:
                 raise
 
     async def _begin(self, episode: Episode) -> Reply:
-        async with self._at(episode):
+        async with self.at(episode):
             if episode.first is None:
                 if self.draining:
                     raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
@@ -353,7 +362,7 @@ class EnvironmentHost:
             return episode.first
 
     async def _step(self, episode: Episode, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
-        async with self._at(episode):
+        async with self.at(episode):
             stored = episode.check_step(seq, key)
             if stored is not None:
                 return stored
@@ -366,7 +375,7 @@ class EnvironmentHost:
             return answered
 
     async def _finalize(self, episode: Episode, last_seq: int) -> Reply:
-        async with self._at(episode):
+        async with self.at(episode):
             if last_seq:
                 episode.check_last(last_seq)
             if episode.first is None:
@@ -375,7 +384,13 @@ class EnvironmentHost:
                 episode.result = await self._player.finalize(episode)
             return episode.result
 
-    def _check_room(self, size: int, project: str) -> None:
+    def check_group(self, size: int, project: str) -> None:
+        """ServiceError unless so many more episodes of a project are taken."""
+        if not 1 <= size <= self._limits.max_group_size:
+            text = f"size must be from 1 to {self._limits.max_group_size}, not {size}"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="size")
+        if self.draining:
+            raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
         most = self._limits.project_episodes
         held = self._of_projects[project] if project else 0
         if project and most is not None and held + size > most:
