@@ -1,6 +1,6 @@
-"""kill -9 of an env_host under hundreds of episodes that clients play, and a new one in its place: those that repeat
-themselves go on as if nothing had been, also where the end of the journal or all of it is gone; those that do
-not end as lost, and nothing is a reward by accident (field bugs B108, B110).
+"""kill -9 of an env_host under hundreds of episodes that clients play, and a new one in its place: those that
+repeat themselves go on as if nothing had been, also where the end of the journal or all of it is gone; those
+that do not end as lost, and nothing is a reward by accident (field bugs B108, B110).
 """
 
 import asyncio

@@ -1,7 +1,8 @@
-"""Environments and agents that do everything wrong: each episode ends with the right reason, nothing becomes a
-reward by accident, and others go on (field bugs B43, B66, B74, B107, B108).
+"""Environments and agents that do everything wrong: each episode ends with the right reason, nothing becomes
+a reward by accident, and others go on (field bugs B43, B66, B74, B107, B108).
 
-Each is played through the agent loop, in this process, on a real env_host over Drive, and there by a call each.
+Each is played through the agent loop, in this process, on a real env_host over Drive, and there by a call
+each.
 """
 
 import asyncio

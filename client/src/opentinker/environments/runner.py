@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class _Left(Exception):
-    """The environment's code raised what would end more than its call: `sys.exit()`, a stray StopIteration."""
+    """Its code raised what would end more than its call: `sys.exit()`, a stray StopIteration."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(cause)
