@@ -1,4 +1,4 @@
-"""`ot.play`: the class that `fit` takes, played by what is served behind OpenAI's API. The gateway is real."""
+"""`ot.play`: the class that `fit` takes, played by what answers as OpenAI's API. Its gateway is real."""
 
 import asyncio
 from collections.abc import AsyncIterator
