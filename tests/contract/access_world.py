@@ -308,7 +308,16 @@ async def _make_rest(world: World, store: MemoryObjectStore, signer: TokenSigner
         state.loop_state.step = 1
         await runs.PutLoopState(state)
     async with open_channel(world.addresses["EnvHostService"], key=world.keys["member"]) as channel:
-        await EnvHostServiceStub(channel).UploadPackage(_package())
+        env_host = EnvHostServiceStub(channel)
+        request = _package()
+
+        async def uploaded() -> str:
+            # A machine that is busy may fail to show in time that it can make jails; it is asked again.
+            with contextlib.suppress(grpc.RpcError):
+                return str((await env_host.UploadPackage(request)).version.name)
+            return ""
+
+        await _until(uploaded)
     async with open_channel(world.addresses["EnvHostService"], job_token=tokens["own"]) as channel:
         group = env_host_service_pb2.OpenGroupRequest(
             request_id=_id(), environment="environments/game", size=1, seed=1
