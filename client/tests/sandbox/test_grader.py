@@ -1,6 +1,7 @@
 """Graders: a score is what the grading function returned, and nobody else can make one."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from opentinker.environments import (
     single_turn,
 )
 from opentinker.sandbox import Ended, Grader, Jail, output_tests
+from opentinker.sandbox.process import JailProcess
 
 SHORT = replace(BRIEF, wall_s=3)
 
@@ -102,6 +104,7 @@ def test_what_an_agent_leaves_behind_is_gone_when_grading_begins(jail: Jail, tmp
 
     source = """
 import os
+import time
 def grade(answer, task):
     return {"value": len(os.listdir("/work")) + len(os.listdir("/dev/shm")) + len(os.listdir("/proc/1/task"))}
 """
@@ -157,6 +160,7 @@ def test_a_second_voice_in_the_grader_is_a_failure(body: str) -> None:
     """Also where it says the same as the first."""
     source = f"""
 import os
+import time
 def grade(answer, task):
     {body}
     for fd in range(3, 1100):
@@ -207,6 +211,17 @@ def test_a_grader_is_the_reward_of_an_environment() -> None:
     environment.reset(seed=0, task=tasks[0])
     result = environment.step(Action("print(4 * 4)"))
     assert getattr(result, "reward").value == 1.0  # noqa: B009
+
+
+def test_a_score_counts_though_its_jail_is_gone_before_anyone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = JailProcess._move
+
+    def late(self: JailProcess, seconds: float) -> set[int]:
+        time.sleep(0.15)
+        return move(self, seconds)
+
+    monkeypatch.setattr(JailProcess, "_move", late)
+    assert Grader(grade_output)("print(4 * 4)", {"output": "16"}) == Reward(1.0)
 
 
 async def test_it_plays_in_an_episode() -> None:

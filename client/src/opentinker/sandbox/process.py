@@ -130,6 +130,9 @@ class JailProcess:
                 break
             if self._gone in self._move(left):
                 self._end(None)
+                # What it said last, and was gone before anyone looked.
+                while on_frame is not None and (frame := self._next_frame()) is not None:
+                    on_frame(frame)
                 break
             if self._interrupted:
                 self._end(Ended.LOST)
@@ -255,7 +258,7 @@ class JailProcess:
             self._kill_first_process()
         status, usage = self._reap()
         self.cpu_s = usage
-        for name in ("stdout", "stderr", "report"):
+        for name in ("stdout", "stderr", "report", "control"):
             self._read(name)
         with self._ending:
             self._settle(why)
