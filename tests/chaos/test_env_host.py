@@ -1,6 +1,6 @@
-"""kill -9 of an env_host under hundreds of episodes that clients play, and a new one in its place: those that repeat
-themselves go on as if nothing had been, also where the end of the journal or all of it is gone; those that do
-not end as lost, and nothing is a reward by accident (field bugs B108, B110).
+"""kill -9 of an env_host under hundreds of episodes that clients play, and a new one in its place: those that
+repeat themselves go on as if nothing had been, also where the end of the journal or all of it is gone; those
+that do not end as lost, and nothing is a reward by accident (field bugs B108, B110).
 """
 
 import asyncio
@@ -108,7 +108,9 @@ def gone(state: Path) -> None:
 
 
 @pytest.mark.parametrize("becomes", [nothing, torn, gone])
-async def test_kill_9_of_the_host_under_live_episodes(tmp_path: Path, becomes: Callable[[Path], None]) -> None:
+async def test_kill_9_of_the_host_under_live_episodes(
+    tmp_path: Path, becomes: Callable[[Path], None]
+) -> None:
     channels: list[Any] = []
 
     async def source(name: str, port: int) -> EnvironmentSource:

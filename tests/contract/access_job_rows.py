@@ -6,14 +6,14 @@ from typing import Any
 
 from opentinkerapi.catalog.v1 import policy_pb2
 from opentinkerapi.data.v1 import content_pb2, loss_pb2, prompt_pb2
-from opentinkerapi.env.v1 import capabilities_pb2, environment_pb2
+from opentinkerapi.env.v1 import capabilities_pb2, environment_pb2, package_pb2, snapshot_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as env
 from opentinkerapi.inference.v1 import inference_service_pb2 as inference
 from opentinkerapi.inference.v1 import sampling_pb2
 from opentinkerapi.runtime.tensors import pack_ids
 from opentinkerapi.trainer.v1 import operation_pb2
 from opentinkerapi.trainer.v1 import trainer_service_pb2 as trainer
-from tests.contract.access_rows import JOB, VIEWER, Row, named
+from tests.contract.access_rows import JOB, MEMBER, VIEWER, Row, named
 from tests.contract.access_world import World
 
 
@@ -71,6 +71,18 @@ def _forward_backward(w: World) -> trainer.ForwardBackwardRequest:
 
 def _group(w: World) -> env.OpenGroupRequest:
     return env.OpenGroupRequest(request_id=_id(), environment="environments/game", size=1)
+
+
+def _upload(w: World) -> package_pb2.UploadPackageRequest:
+    # Refused for its archive, so that nothing is built.
+    spec = package_pb2.PackageSpec(target="game:Game")
+    return package_pb2.UploadPackageRequest(
+        request_id=_id(), environment_id="mine", spec=spec, archive=b"no zip"
+    )
+
+
+def _probe(w: World) -> package_pb2.ProbeEnvironmentRequest:
+    return package_pb2.ProbeEnvironmentRequest(environment="environments/none")
 
 
 _TRAINER: Mapping[str, Row] = {
@@ -168,12 +180,44 @@ _ENV_HOST: Mapping[str, Row] = {
         "INVALID_FIELD",
         changes=True,
     ),
+    "UploadPackage": Row(MEMBER, _upload, "INVALID_FIELD", changes=True),
+    "ListEnvironmentVersions": Row(VIEWER, lambda w: package_pb2.ListEnvironmentVersionsRequest()),
+    "GetEnvironmentVersion": Row(
+        VIEWER,
+        lambda w: package_pb2.GetEnvironmentVersionRequest(name=w.package),
+        "ENVIRONMENT_NOT_FOUND",
+    ),
+    # One of B's own could have this name: that there is none is passed over.
+    "DeleteEnvironmentVersion": Row(
+        MEMBER, lambda w: package_pb2.DeleteEnvironmentVersionRequest(name=w.package), changes=True
+    ),
+    "GetEnvironmentLog": Row(
+        VIEWER, lambda w: package_pb2.GetEnvironmentLogRequest(name=w.package), "ENVIRONMENT_NOT_FOUND"
+    ),
+    "ProbeEnvironment": Row(MEMBER, _probe, "UNKNOWN_ENVIRONMENT", changes=True),
     "OpenGroup": Row(JOB, _group),
     "Begin": Row(JOB, lambda w: env.BeginRequest(episode=w.episode), "EPISODE_NOT_FOUND"),
     "Step": Row(JOB, _step, "EPISODE_NOT_FOUND", changes=True),
     "Finalize": Row(JOB, lambda w: env.FinalizeRequest(episode=w.episode), "EPISODE_NOT_FOUND", changes=True),
     # What B is told of an episode of A is in the reply: see test_drive_hides_the_episodes_of_others.
     "Drive": Row(JOB, _drive),
+    "Snapshot": Row(
+        JOB,
+        lambda w: snapshot_pb2.SnapshotRequest(request_id=_id(), episode=w.episode),
+        "EPISODE_NOT_FOUND",
+        changes=True,
+    ),
+    "Fork": Row(
+        JOB,
+        lambda w: snapshot_pb2.ForkRequest(request_id=_id(), snapshot=w.snapshot, size=1),
+        "SNAPSHOT_NOT_FOUND",
+    ),
+    "Restore": Row(
+        JOB,
+        lambda w: snapshot_pb2.RestoreRequest(request_id=_id(), episode=w.episode, snapshot=w.snapshot),
+        "EPISODE_NOT_FOUND",
+        changes=True,
+    ),
     "CloseEpisodes": Row(JOB, lambda w: env.CloseEpisodesRequest(episodes=[w.episode]), changes=True),
     "RenewLease": Row(JOB, lambda w: env.RenewLeaseRequest(episodes=[w.episode])),
 }

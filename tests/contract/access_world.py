@@ -7,7 +7,10 @@ Project A owns one of everything; project B looks at it from outside. What each 
 import asyncio
 import contextlib
 import hashlib
+import io
+import shutil
 import uuid
+import zipfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,6 +23,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
+from opentinker_env_host.adapters.jails import default_folder
 from opentinker_env_host.bootstrap import build as build_env_host
 from opentinker_env_host.settings import EnvHostSettings, EnvironmentSettings
 from opentinker_inference.bootstrap import InferenceServer
@@ -36,7 +40,7 @@ from opentinker_trainer.bootstrap import TrainerServer
 from opentinker_trainer.settings import TrainerSettings
 from opentinkerapi.catalog.v1 import catalog_service_pb2, policy_pb2
 from opentinkerapi.catalog.v1.catalog_service_pb2_grpc import CatalogServiceStub
-from opentinkerapi.env.v1 import env_host_service_pb2
+from opentinkerapi.env.v1 import env_host_service_pb2, package_pb2, snapshot_pb2
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceStub
 from opentinkerapi.run.v1 import run_pb2, run_service_pb2
 from opentinkerapi.run.v1.run_service_pb2_grpc import RunServiceStub
@@ -82,6 +86,8 @@ class World:
     deployment: str = f"deployments/{DEPLOYMENT}"
     run: str = ""
     episode: str = ""
+    snapshot: str = ""
+    package: str = "environments/secret-of-a@1"
     blob: str = SHA
 
     def nowhere(self) -> "World":
@@ -97,13 +103,24 @@ class World:
             deployment="deployments/none",
             run="runs/none",
             episode="episodes/none-0",
+            snapshot="snapshots/none",
+            package="environments/none@1",
             blob="0" * 64,
         )
 
     @property
     def secrets_of_a(self) -> list[str]:
         """Names that nobody outside A may read anywhere."""
-        return [self.job, self.policy, self.run, self.api_key, DEPLOYMENT, self.user, self.project]
+        return [
+            self.job,
+            self.policy,
+            self.run,
+            self.api_key,
+            DEPLOYMENT,
+            self.user,
+            self.project,
+            "secret-of-a",
+        ]
 
     async def ask(
         self, method: MethodDescriptor, requests: list[Message], key: str, token: str = ""
@@ -215,6 +232,7 @@ async def open_world(folder: Path, model_dir: Path) -> AsyncIterator[World]:
         await trainer.run()
         await env_host.server.drain()
         await env_host.stop()
+        shutil.rmtree(default_folder(folder / "env_host"), ignore_errors=True)
         await scheduler.server.drain()
         await scheduler.run()
 
@@ -289,12 +307,17 @@ async def _make_rest(world: World, store: MemoryObjectStore, signer: TokenSigner
         state = run_service_pb2.PutLoopStateRequest(request_id=_id(), run=run)
         state.loop_state.step = 1
         await runs.PutLoopState(state)
+    async with open_channel(world.addresses["EnvHostService"], key=world.keys["member"]) as channel:
+        await EnvHostServiceStub(channel).UploadPackage(_package())
     async with open_channel(world.addresses["EnvHostService"], job_token=tokens["own"]) as channel:
         group = env_host_service_pb2.OpenGroupRequest(
             request_id=_id(), environment="environments/game", size=1, seed=1
         )
-        episode = (await EnvHostServiceStub(channel).OpenGroup(group)).episodes[0]
-    return replace(world, run=run, episode=episode)
+        env_hosts = EnvHostServiceStub(channel)
+        episode = (await env_hosts.OpenGroup(group)).episodes[0]
+        await env_hosts.Begin(env_host_service_pb2.BeginRequest(episode=episode))
+        taken = await env_hosts.Snapshot(snapshot_pb2.SnapshotRequest(request_id=_id(), episode=episode))
+    return replace(world, run=run, episode=episode, snapshot=taken.snapshot)
 
 
 async def _run_job(world: World, key: str) -> jobs_pb2.RenewJobLeaseResponse:
@@ -356,6 +379,17 @@ async def _make_policy(world: World) -> World:
         done = (await stub.GetOperation(request)).operation
     assert done.state == operation_pb2.OPERATION_STATE_DONE, done
     return replace(world, policy=made.policy.name, checkpoint=done.save_checkpoint.checkpoint.name)
+
+
+def _package() -> package_pb2.UploadPackageRequest:
+    """An environment of A's own. That it fails to import is of no account here."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("game.py", "")
+    spec = package_pb2.PackageSpec(target="game:Game")
+    return package_pb2.UploadPackageRequest(
+        request_id=_id(), environment_id="secret-of-a", spec=spec, archive=buffer.getvalue()
+    )
 
 
 def _id() -> str:

@@ -62,7 +62,7 @@ def _fork_and_leave() -> StepResult:
 
 def _reseed() -> StepResult:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     return StepResult("on")
 
 

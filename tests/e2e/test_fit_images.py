@@ -183,6 +183,43 @@ def test_the_picture_is_looked_at(policy: ot.Policy) -> None:
     assert isinstance(policy.chat([ot.Message("user", [question, Image(png((9, 9, 9)))])]).result(), str)
 
 
+def test_sft_teaches_to_name_what_is_seen(
+    cluster: ot.Cluster, tiny_vision_model_dir: Path, tmp_path: Path
+) -> None:
+    """From random weights; the text of the prompt is the same in all rows, so only the image tells."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": ["Which colour?", Image(png(colour))]},
+                {"role": "assistant", "content": name},
+            ]
+        }
+        for name, colour in COLOURS.items()
+    ]
+    result = ot.sft(
+        rows,
+        str(tiny_vision_model_dir),
+        tuning=ot.Full(),
+        epochs=40,
+        batch_size=3,
+        learning_rate=3e-3,
+        evaluation=rows,
+        run_dir=tmp_path / "run",
+        trainer=TRAINER,
+        inference=INFERENCE,
+        progress=False,
+        cluster=cluster,
+    )
+    before, after = result.evaluations[0][1], result.evaluations[-1][1]
+    assert after.tokens == before.tokens == sum(len(name) + 1 for name in COLOURS)
+    assert after.loss < 0.1 < 1 < before.loss
+    for row in rows:
+        asked, answer = row["messages"]
+        question = ot.Message("user", asked["content"])
+        greedy = ot.SamplingParams(temperature=0, max_tokens=8)
+        assert result.policy.chat([question], greedy).result() == answer["content"]
+
+
 def test_a_large_image_travels_by_blob(policy: ot.Policy) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (900, 900, 3), dtype=np.uint8)
     buffer = io.BytesIO()

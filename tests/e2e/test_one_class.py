@@ -1,5 +1,5 @@
-"""One environment class, unchanged: trained on, evaluated, played by the served policy through OpenAI's API, in
-this process and on an env_host. TypeScript plays hosted ones in `tests/polyglot/test_typescript.py`.
+"""One environment class, unchanged: trained on, evaluated, played by the served policy through OpenAI's API,
+in this process and on an env_host. TypeScript plays hosted ones in `tests/polyglot/test_typescript.py`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`ot.play`: the class that `fit` takes, played by whatever is served behind OpenAI's API. The gateway is real."""
+"""`ot.play`: the class that `fit` takes, played by what is served behind OpenAI's API. The gateway is real."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -89,7 +89,11 @@ async def test_tools_tasks_and_rewards(served: Served) -> None:
     sampling = ot.SamplingParams(max_tokens=50, temperature=0.5, top_k=7, stop=("!",))
     script = (call('{"a": 1, "b": 2}'), "3", call('{"a": 3, "b": "x"}'), "8")
     right, wrong = await served.play(Sum, *script, sampling=sampling)
-    assert (right.reward.value, right.end_reason, right.metrics) == (1.0, ot.EndReason.TERMINATED, {"first": 1})
+    assert (right.reward.value, right.end_reason, right.metrics) == (
+        1.0,
+        ot.EndReason.TERMINATED,
+        {"first": 1},
+    )
     assert [message.role for message in right.messages] == ["user", "assistant", "tool", "assistant"]
     assert right.messages[2].content.text == "3"
     assert right.messages[2].tool_call_id == right.messages[1].tool_calls[0].id
@@ -114,7 +118,11 @@ async def test_what_goes_wrong_is_no_reward(served: Served) -> None:
     names = [name for name in MISDEEDS if name != "is interrupted"]
     for name in names:
         (played,) = await served.play(Bad, "on", name, episodes=1)
-        assert (played.end_reason, played.reward.value, played.counts) == (ot.EndReason.ENV_CRASH, None, False)
+        assert (played.end_reason, played.reward.value, played.counts) == (
+            ot.EndReason.ENV_CRASH,
+            None,
+            False,
+        )
         assert played.error
     (played,) = await served.play(Endless, "more", episodes=1, max_turns=3)
     assert (played.end_reason, played.reward.value, played.counts) == (ot.EndReason.TURN_LIMIT, None, False)
@@ -150,7 +158,9 @@ class Duel(Endless):
         ("sampling.prompt_logprobs", Sum, {"sampling": ot.SamplingParams(prompt_logprobs=True)}),
     ],
 )
-async def test_what_cannot_be_played_is_refused_by_name(field: str, env: Any, options: dict[str, Any]) -> None:
+async def test_what_cannot_be_played_is_refused_by_name(
+    field: str, env: Any, options: dict[str, Any]
+) -> None:
     with pytest.raises((InvalidArgument, UnsupportedOption)) as raised:
         await ot.play_async(env, base_url="http://127.0.0.1:9/v1", model="mine", **options)
     assert raised.value.field == field

@@ -1,4 +1,4 @@
-"""TypeScript clients, generated from the protos: one trains a step and samples the result, one plays episodes."""
+"""TypeScript clients, generated from the protos: one trains a step and samples, one plays episodes."""
 
 import asyncio
 import json

@@ -1,6 +1,7 @@
 """A real env_host with real worker processes, in the test's event loop."""
 
 import asyncio
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from opentinker_env_host.adapters.jails import default_folder
 from opentinker_env_host.adapters.worker_process import ProcessWorker
 from opentinker_env_host.bootstrap import EnvHost, build
 from opentinker_env_host.settings import EnvHostSettings, EnvironmentSettings
@@ -142,3 +144,6 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         await running.env_host.server.drain()
         await serving
         await running.env_host.stop()
+    for number in range(len(started)):
+        shutil.rmtree(default_folder(tmp_path / f"state-{number}"), ignore_errors=True)
+    shutil.rmtree(default_folder(tmp_path / "state"), ignore_errors=True)

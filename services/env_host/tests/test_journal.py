@@ -193,6 +193,7 @@ def test_a_journal_that_grew_is_rewritten(tmp_path: Path) -> None:
         journal.opened([_episode(f"e{number}", -1)])
         journal.closed(f"e{number}")
     live = _episode("live", 3)
+    journal.flush()
     size = path.stat().st_size
     journal.tidy([live])
     assert path.stat().st_size < size / 10

@@ -83,7 +83,7 @@ async def test_hosted_episodes_run_code_and_leave_nothing(start: Start) -> None:
     held = jails_of(worker.pid)
     assert len(held) == 2
     await host.close([first])
-    assert len(jails_of(worker.pid)) == 1
+    await wait_until(lambda: len(jails_of(worker.pid)) == 1, what="the closed episode's jail is gone")
     os.kill(worker.pid, signal.SIGKILL)
     await worker.wait()
     await wait_until(lambda: not any(map(lives, held)), what="the worker's jails are gone")

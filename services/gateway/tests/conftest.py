@@ -1,6 +1,7 @@
 """A real gateway over HTTP, with doubles behind it, and OpenAI's own client in front of it."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,11 @@ class World:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, object]:
     """Settings of the gateway; tests may add some."""
+    return gateway_settings(tmp_path)
+
+
+def gateway_settings(tmp_path: Path) -> dict[str, object]:
+    """Settings of a gateway whose files are in a folder."""
     for name, secret in (("bootstrap", KEY), ("service", "service-key")):
         write_atomic(tmp_path / f"{name}.key", secret, mode=0o600)
     return {
@@ -67,10 +73,16 @@ def settings(tmp_path: Path) -> dict[str, object]:
 @pytest.fixture
 async def world(settings: dict[str, object], request: pytest.FixtureRequest) -> AsyncIterator[World]:
     """A gateway that serves; `@pytest.mark.parametrize("world", [{...}], indirect=True)` adds settings."""
+    async with serving({**settings, **getattr(request, "param", {})}) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving(settings: dict[str, object]) -> AsyncIterator[World]:
+    """A gateway with these settings, and doubles behind it."""
     scheduler, inference = Scheduler(), Inference(files(CHATML))
     server, address = await serve_doubles(scheduler, inference)
-    more = getattr(request, "param", {})
-    gateway = build(GatewaySettings(scheduler_address=address, **{**settings, **more}))  # type: ignore[arg-type]
+    gateway = build(GatewaySettings(scheduler_address=address, **settings))  # type: ignore[arg-type]
     port = await gateway.start()
     try:
         yield World(f"http://127.0.0.1:{port}", gateway, scheduler, inference)

@@ -333,3 +333,71 @@ async def test_an_episode_that_nobody_plays_is_forgotten(world: World) -> None:
     await asyncio.sleep(0.5)
     async with world.http() as http:
         assert (await http.get(f"/episodes/{player.id}")).status_code == 404
+
+
+async def test_limits_of_an_episode_refuse_the_call_after_them(world: World) -> None:
+    player = await play(world, max_calls=2)
+    for _ in range(2):
+        await player.chat([{"role": "user", "content": "go"}])
+    with pytest.raises(openai.BadRequestError) as caught:
+        await player.chat([{"role": "user", "content": "on"}])
+    assert caught.value.code == "context_length_exceeded"
+    facts = await player.facts()
+    assert (facts["turns"], facts["limit"], facts["lost"]) == (2, "calls", "")
+    # The same request id with another limit is another request.
+    async with world.http() as http:
+        body = {"request_id": "r1", "model": POLICY, "group": "g", "max_calls": 3}
+        assert (await http.post("/episodes", json=body)).status_code == 409
+
+    player = await play(world, request_id="r2", max_tokens=40)
+    await player.chat([{"role": "user", "content": "go"}], max_tokens=1000)
+    asked = world.inference.requests[-1].params.max_tokens
+    assert asked == 40 - len(world.inference.prompt())
+    with pytest.raises(openai.BadRequestError):
+        await player.chat([{"role": "user", "content": "go " * 60}])
+    assert (await player.facts())["limit"] == "tokens"
+
+
+async def test_a_call_that_we_lost_is_told_until_it_is_made_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker_gateway.adapters.served.PAUSE_S", 0.0)
+    failing = True
+
+    async def fail(request: Any, context: Any) -> None:
+        if failing:
+            await abort(context, Reason.INTERNAL, "broken")
+
+    world.inference.before = fail
+    player = await play(world)
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    with pytest.raises(openai.InternalServerError):
+        await player.chat(messages)
+    assert (await player.facts())["lost"].startswith("INTERNAL")
+    with pytest.raises(openai.BadRequestError):
+        await player.chat(messages, n=2)
+    failing = False
+    await player.chat([{"role": "user", "content": "something else"}])
+    assert (await player.facts())["lost"].startswith("INTERNAL")
+    await player.chat(messages)
+    facts = await player.facts()
+    assert (facts["lost"], facts["turns"], facts["failures"]) == ("", 2, 2)
+
+
+async def test_the_key_of_an_episode_talks_and_does_nothing_else(world: World) -> None:
+    """What an agent holds opens neither its own record nor another episode: nothing that bears on rewards."""
+    player = await play(world)
+    other = await play(world, request_id="r2")
+    async with world.http(player.key) as http:
+        body = {"request_id": "r3", "model": POLICY, "group": "g"}
+        answers = [
+            await http.post("/episodes", json=body),
+            await http.get(f"/episodes/{player.id}/trajectory"),
+            await http.get(f"/episodes/{player.id}"),
+            await http.delete(f"/episodes/{player.id}"),
+            await http.get(f"/episodes/{other.id}/v1/models"),
+            await http.get("/v1/models"),
+            await http.post("/v1/chat/completions", json={"model": POLICY, "messages": []}),
+        ]
+        assert {answer.status_code for answer in answers} == {401}, [each.text for each in answers]
+        assert (await http.get(f"/episodes/{player.id}/v1/models")).status_code == 200

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli import accounts, certificates, jobs, logs, serving
+from opentinker.cli import accounts, certificates, environments, jobs, logs, serving
 from opentinker.connection import stack
 from opentinker.connection.cluster import Cluster
 from opentinker.connection.notices import notices
@@ -32,6 +32,7 @@ app.command()(jobs.queue)
 app.command()(jobs.servers)
 app.command()(jobs.attach)
 app.command()(logs.logs)
+app.add_typer(environments.env_app, name="env")
 app.command()(certificates.certs)
 
 StateDir = Annotated[

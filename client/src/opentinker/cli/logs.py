@@ -52,7 +52,7 @@ def in_words(line: log_pb2.LogLine) -> str:
     time = f"{line.time.ToDatetime(UTC):%Y-%m-%d %H:%M:%S}" if line.HasField("time") else " " * 19
     who = f"{word(job_pb2.SlotRole, line.role)} {line.server.removeprefix('servers/')[:8]}"
     what = _record(line.text) if line.server else line.text
-    return f"{time} {who if line.server else 'scheduler':18} {_printable(what)}"
+    return f"{time} {who if line.server else 'scheduler':18} {printable(what)}"
 
 
 def _record(text: str) -> str:
@@ -75,6 +75,6 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) and value and " " not in value else json.dumps(value)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without what a terminal would take for a command: a log holds what others wrote."""
     return "".join(each if each.isprintable() or each in "\n\t" else f"\\x{ord(each):02x}" for each in text)

@@ -18,6 +18,7 @@ from opentinker.environments.errors import (
     InvalidOptions,
     InvalidReward,
 )
+from opentinker.environments.loops import Endpoint, LoopEnvironment
 from opentinker.environments.measures import Metric
 from opentinker.environments.rewards import Reward, RewardKind, RewardStatus, RewardSum
 from opentinker.environments.single_turn import single_turn
@@ -60,6 +61,7 @@ __all__ = [
     "Array",
     "Content",
     "EndReason",
+    "Endpoint",
     "Environment",
     "EnvironmentClass",
     "EnvironmentDefinitionError",
@@ -79,6 +81,7 @@ __all__ = [
     "Json",
     "LocalEnvironment",
     "LocalSession",
+    "LoopEnvironment",
     "Message",
     "Metric",
     "Observation",

@@ -50,6 +50,13 @@ class Environment:
     """
     tell_legal_actions: ClassVar[bool] = True
     """Add an observation's `legal_actions` to it in words. False where it says them itself."""
+    run_timeout_s: ClassVar[float] = 0.0
+    """Set by `LoopEnvironment` only."""
+    copyable: ClassVar[bool] = True
+    """A deep copy of an instance holds the whole episode, so that a copy can be played on from there. False
+    where something of it lives elsewhere: in globals of a library, in a server. Not asked where the class has
+    `snapshot` and `restore` of its own.
+    """
     awaits: ClassVar[bool] = False
     """A plain method returns an awaitable; set by factories only (`async def` is seen without it)."""
 
@@ -109,6 +116,10 @@ class EnvironmentInfo:
     agents: tuple[str, ...] = (AGENT,)
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas, in OpenAI's shape."""
+    run_timeout_s: float = 0.0
+    """Above 0 where it owns the model loop (`LoopEnvironment`): what a run takes at most."""
+    snapshots: str = "NONE"
+    """How its episodes can be forked, the best way first tried: NATIVE, COPY, REPLAY, NONE."""
 
 
 def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
@@ -123,7 +134,25 @@ def describe(cls: EnvironmentClass, name: str = "") -> EnvironmentInfo:
         splits=tuple(cls.splits) or (DEFAULT_SPLITS if cls.tasks is not Environment.tasks else ()),
         agents=tuple(cls.agents),
         tools=tuple(each.schema for each in cls.tools),
+        run_timeout_s=float(cls.run_timeout_s),
+        snapshots=snapshots_of(cls),
     )
+
+
+def has_snapshots(cls: EnvironmentClass) -> bool:
+    """Whether it has methods of its own: `snapshot()`, whose result is JSON, and `restore(state)`, called on
+    a fresh instance in place of `reset`.
+    """
+    return callable(getattr(cls, "snapshot", None)) and callable(getattr(cls, "restore", None))
+
+
+def snapshots_of(cls: EnvironmentClass) -> str:
+    """The best way to take a snapshot of its episodes."""
+    if has_snapshots(cls):
+        return "NATIVE"
+    if cls.copyable:
+        return "COPY"
+    return "REPLAY" if cls.deterministic else "NONE"
 
 
 def check_class(cls: object) -> None:
@@ -133,6 +162,7 @@ def check_class(cls: object) -> None:
             f"{cls!r} is no environment: give a subclass of opentinker.Environment, not an instance"
         )
     missing = [name for name in ("reset", "step") if getattr(cls, name) is getattr(Environment, name)]
+    missing += [name for name in ("run",) if getattr(getattr(cls, name, None), "__isabstractmethod__", False)]
     if missing:
         raise EnvironmentDefinitionError(f"{cls.__name__} does not define {' and '.join(missing)}")
     names = () if isinstance(cls.agents, str) else tuple(cls.agents)

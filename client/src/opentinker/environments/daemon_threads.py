@@ -48,8 +48,13 @@ class _Worker:
             if future.set_running_or_notify_cancel():
                 try:
                     outcome = call()
-                except BaseException as error:
+                except Exception as error:
                     future.set_exception(error)
+                except BaseException as error:
+                    # Whoever waits on an event loop would end the whole process with a SystemExit.
+                    gone = RuntimeError(f"{type(error).__name__}: {error}")
+                    gone.__cause__ = error
+                    future.set_exception(gone)
                 else:
                     future.set_result(outcome)
                     del outcome

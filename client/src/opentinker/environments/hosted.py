@@ -1,8 +1,8 @@
 """Episodes that run on env_host, behind the same port as those that run here.
 
-A session keeps what it needs to play its episode again: seed, task and actions. If the host lost the episode, or
-its last steps (it was restarted, or the lease ran out), the session opens it anew, replays, and goes on only if
-every answer is the same.
+A session keeps what it needs to play its episode again: seed, task and actions. If the host lost the episode,
+or its last steps (it was restarted, or the lease ran out), the session opens it anew, replays, and goes on
+only if every answer is the same.
 """
 
 import asyncio

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from opentinker.environments.errors import InvalidReward
 
@@ -117,6 +118,25 @@ class RewardSum:
         if self._status is RewardStatus.UNSCORED:
             self._status = RewardStatus.VALID
         return self._value - before
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What it has added up, as JSON."""
+        return {
+            "value": self._value,
+            "components": dict(self._components),
+            "status": str(self._status),
+            "terminal": self._terminal,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "RewardSum":
+        """One that goes on from there."""
+        made = cls()
+        made._value, made._terminal = float(state["value"]), bool(state["terminal"])
+        made._components = {str(name): float(part) for name, part in state["components"].items()}
+        made._status = RewardStatus(state["status"])
+        return made
 
     @property
     def total(self) -> Reward:

@@ -7,6 +7,7 @@ same in both. It knows nothing of threads, deadlines or the wire: how a method i
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from opentinker.environments.agents import (
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class _Left(Exception):
-    """The environment's code raised what would end more than its call: `sys.exit()`, a stray StopIteration."""
+    """Its code raised what would end more than its call: `sys.exit()`, a stray StopIteration."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(cause)
@@ -156,6 +157,42 @@ class Runner:
             raise EnvironmentRaised(f"{self._cls.__name__}.finalize", error) from None
         self._result = JointResult(rewards, self._end, metrics)
         return self._result
+
+    async def state(self) -> dict[str, Any]:
+        """The episode as JSON, by the environment's own `snapshot`."""
+        environment: Any = self._begun()
+        state = await self._call("snapshot", environment.snapshot)
+        try:
+            kept = plain_json({"state": state}, "snapshot")["state"]
+        except ValueError as error:
+            raise EnvironmentRaised(f"{self._cls.__name__}.snapshot", error) from None
+        return {
+            "environment": kept,
+            "rewards": {name: sum_.state for name, sum_ in self._rewards.items()},
+            "gone": sorted(self._gone),
+            "end": str(self._end) if self._end is not None else "",
+        }
+
+    async def go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Be an episode as `state` gave it, by `restore` of a fresh instance. Called in place of `begin`."""
+
+        def start() -> Any:
+            environment: Any = make(self._cls, self._options)
+            self._environment = environment
+            return environment.restore(state["environment"])
+
+        await self._call("restore", start)
+        self._rewards = {name: RewardSum.of_state(each) for name, each in state["rewards"].items()}
+        self._gone = set(state["gone"])
+        self._end = EndReason(state["end"]) if state["end"] else None
+
+    def copy(self) -> "Runner":
+        """Another one at the same place, with a deep copy of the instance. Raises what copying raises."""
+        made = Runner(self._cls, self._options, self._invoke)
+        made._environment = deepcopy(self._begun())
+        made._rewards = deepcopy(self._rewards)
+        made._gone, made._end, made._result = set(self._gone), self._end, self._result
+        return made
 
     async def close(self) -> None:
         """Free the instance."""

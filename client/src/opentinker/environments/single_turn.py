@@ -32,10 +32,10 @@ def single_turn(
     raises or gives NaN, the episode has no reward (GRADER_ERROR) and its info says why.
     """
     given = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
-    splits: dict[str, Sequence[Task]] = {split: _listed(rows, split) for split, rows in given.items()}
+    splits: dict[str, Sequence[Task]] = {split: listed(rows, split) for split, rows in given.items()}
     if not splits or any(len(split) == 0 for split in splits.values()):
         raise EnvironmentDefinitionError("single_turn needs at least one task in every split")
-    ask = _asker(prompt)
+    ask = asker(prompt)
 
     class SingleTurn(Environment):
         max_turns: ClassVar[int] = 1
@@ -64,7 +64,8 @@ def single_turn(
     return SingleTurn
 
 
-def _listed(rows: Any, split: str) -> Sequence[Task]:
+def listed(rows: Any, split: str) -> Sequence[Task]:
+    """The tasks of a split: a sequence as it is, or what `ot.tasks` reads."""
     if isinstance(rows, Sequence) and not isinstance(rows, str):
         return rows
     # Only here: reading data needs the client's errors, defining an environment does not.
@@ -89,7 +90,9 @@ def _not_graded(error: Exception) -> StepResult:
     return StepResult(reward=Reward.failed(RewardStatus.GRADER_ERROR), terminated=True, info=info)
 
 
-def _asker(prompt: Prompt | None) -> Callable[[dict[str, Any]], Observation]:
+def asker(prompt: Prompt | None) -> Callable[[dict[str, Any]], Observation]:
+    """Makes the first observation of a task, as `single_turn` says of `prompt`."""
+
     def ask(task: dict[str, Any]) -> Observation:
         question: Any
         if isinstance(prompt, str):

@@ -22,6 +22,7 @@ EnvironmentSpec = EnvironmentClass | str
 """A class, or the name of a hosted environment ("guess_number" or "hosted:guess_number")."""
 
 STEP_TIMEOUT_S = 30.0
+"""Of a step, unless told otherwise; where the environment owns the loop its own `run_timeout_s` counts."""
 HOSTED_PREFIX = "hosted:"
 
 
@@ -56,13 +57,13 @@ class LocalEnvironment:
         cls: EnvironmentClass,
         options: Mapping[str, Any] | None = None,
         *,
-        step_timeout_s: float = STEP_TIMEOUT_S,
+        step_timeout_s: float | None = None,
     ) -> None:
         self.info = describe(cls)
         self._options = dict(options or {})
         _try_options(cls, self._options)
         self._cls = cls
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = _timeout(step_timeout_s, self.info)
 
     async def tasks(self, split: str) -> Sequence[Task] | None:
         if split not in self.info.splits:
@@ -105,7 +106,7 @@ async def environment_source(
     *,
     channel: grpc.aio.Channel | None = None,
     job_token: str | Callable[[], str] = "",
-    step_timeout_s: float = STEP_TIMEOUT_S,
+    step_timeout_s: float | None = None,
 ) -> EnvironmentSource:
     """The source for what a user passed as `env`.
 
@@ -127,12 +128,21 @@ async def environment_source(
     from opentinker.environments.hosted import HostedEnvironment, list_hosted
 
     hosted = await list_hosted(channel)
+    if name not in hosted and "@" not in name:
+        # The newest version now, and no other later: what is played again must be the same code.
+        versions = [each for each in hosted if each.rpartition("@")[0] == name]
+        name = max(versions, key=lambda each: int(each.rpartition("@")[2]), default=name)
     if name not in hosted:
         raise typed_error(
             Reason.UNKNOWN_ENVIRONMENT,
             f"no environment {name!r} is hosted here; known: {', '.join(sorted(hosted)) or 'none'}",
             field="env",
         )
+    info = hosted[name]
     return HostedEnvironment(
-        channel, hosted[name], options or {}, step_timeout_s=step_timeout_s, job_token=job_token
+        channel, info, options or {}, step_timeout_s=_timeout(step_timeout_s, info), job_token=job_token
     )
+
+
+def _timeout(given: float | None, info: EnvironmentInfo) -> float:
+    return given or info.run_timeout_s or STEP_TIMEOUT_S

@@ -69,13 +69,19 @@ class Tool:
 
     def read(self, arguments: str) -> dict[str, Any]:
         """Arguments from their JSON text. ToolError says what is wrong with them."""
-        try:
-            given = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ToolError(f"the arguments of {self.name} are no JSON: {error}") from None
+        given = self._object(arguments)
         if problem := check(given, self.parameters, "arguments"):
             raise ToolError(f"{self.name}: {problem}")
-        return dict(given)
+        return given
+
+    def _object(self, arguments: str) -> dict[str, Any]:
+        try:
+            given = json.loads(arguments or "{}", parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise ToolError(f"the arguments of {self.name} are no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ToolError(f"{self.name}: arguments must be of type object, not {json.dumps(given)[:60]}")
+        return given
 
     def _schema(self) -> dict[str, Any]:
         properties: dict[str, Any] = {}
@@ -147,7 +153,7 @@ class ToolEnvironment(Environment):
         if not action.tool_calls:
             return self.answered(action.text)
         belt = self._belt()
-        if not any(each.is_async for each in self.tools):
+        if not any(each.is_async for each in belt.values()):
             told = [_message(call, _run(belt, call)) for call in action.tool_calls]
             return StepResult(Observation(messages=told))
         return self._run_all(belt, action.tool_calls)
@@ -272,6 +278,11 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         if colon:
             arguments[name.split(" ")[0]] = words.strip()
     return before.strip(), arguments
+
+
+def _no_number(text: str) -> None:
+    # Python reads NaN and Infinity; JSON has no such numbers, and a tool would compute with them.
+    raise ValueError(f"{text} is no number")
 
 
 def in_words(schemas: Sequence[Mapping[str, Any]]) -> str:

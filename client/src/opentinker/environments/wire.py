@@ -94,6 +94,8 @@ def info_from_proto(environment: environment_pb2.Environment) -> EnvironmentInfo
         splits=tuple(environment.splits),
         agents=tuple(environment.agents) or (AGENT,),
         tools=tuple(json.loads(schema) for schema in environment.tools_json),
+        run_timeout_s=environment.run_timeout.ToTimedelta().total_seconds(),
+        snapshots=environment_pb2.SnapshotKind.Name(environment.snapshots).removeprefix("SNAPSHOT_KIND_"),
     )
 
 

@@ -28,6 +28,7 @@ from opentinker.environments.base import (
     EnvironmentClass,
     check_class,
     describe,
+    has_snapshots,
     is_async,
     make,
 )
@@ -35,6 +36,7 @@ from opentinker.environments.content import plain_json
 from opentinker.environments.errors import EnvironmentDefinitionError, InvalidOptions
 from opentinker.environments.runner import EnvironmentRaised, Runner
 from opentinker.environments.serving import MAX_THREADS, serve_in_threads, serve_overlapping
+from opentinker.environments.targets import Target
 
 Answer = tuple[dict[str, Any], list[bytes]]
 MAX_ANSWER_BYTES = 15 * 1024 * 1024
@@ -57,7 +59,11 @@ class Worker:
             "close": self._close,
             "check": self._check,
             "tasks": self._tasks,
+            "snapshot": self._snapshot,
+            "fork": self._fork,
+            "drop": self._drop,
         }
+        self._snapshots: dict[str, Runner] = {}
 
     async def answer(self, request: Mapping[str, Any]) -> bytes:
         """The frame that answers a request; never raises."""
@@ -105,6 +111,40 @@ class Worker:
             await runner.close()
         return {}, []
 
+    async def _snapshot(self, request: Mapping[str, Any]) -> Answer:
+        """Native, else a copy that stays here, else none: then the host has the episode played again."""
+        runner = self._episodes[request["episode"]]
+        why = ""
+        if has_snapshots(self._cls):
+            try:
+                return {"kind": "NATIVE", "state": await runner.state()}, []
+            except EnvironmentRaised as raised:
+                sys.stderr.write(raised.trace)
+                why = raised.text
+        elif self._cls.copyable and request["copy"]:
+            try:
+                self._snapshots[request["snapshot"]] = runner.copy()
+                return {"kind": "COPY"}, []
+            except Exception as error:
+                why = f"it cannot be copied: {type(error).__name__}: {error}"
+        return {"kind": "", "why": why}, []
+
+    async def _fork(self, request: Mapping[str, Any]) -> Answer:
+        if request["state"] is not None:
+            runner = Runner(self._cls, request["options"])
+            await runner.go_on_from(request["state"])
+        else:
+            runner = self._snapshots[request["snapshot"]].copy()
+        former = self._episodes.pop(request["episode"], None)
+        self._episodes[request["episode"]] = runner
+        if former is not None:
+            await former.close()
+        return {}, []
+
+    async def _drop(self, request: Mapping[str, Any]) -> Answer:
+        self._snapshots.pop(request["snapshot"], None)
+        return {}, []
+
     async def _check(self, request: Mapping[str, Any]) -> Answer:
         # Making one finds what the signature does not say: a value out of range.
         try:
@@ -132,8 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=0, help="bytes that it may take; 0: any")
     parser.add_argument("--parent", type=int, default=0, help="process id of the host")
     arguments = parser.parse_args(argv)
-    source, sink = _take_standard_streams()
-    _die_with(arguments.parent)
+    source, sink = take_standard_streams()
+    die_with(arguments.parent)
     _bound_memory(arguments.memory)
     try:
         worker = Worker(load(arguments.target, arguments.path), arguments.name)
@@ -151,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
         "splits": list(info.splits),
         "agents": list(info.agents),
         "tools": list(info.tools),
+        "run_timeout_s": info.run_timeout_s,
+        "snapshots": info.snapshots,
         "concurrent": worker.concurrent,
     }
     sink.write(frames.encode({"hello": hello}))
@@ -162,20 +204,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load(target: str, path: list[str]) -> EnvironmentClass:
-    """The class that `module:Class` names. EnvironmentDefinitionError, ImportError."""
-    module_name, _, attribute = target.partition(":")
-    if not attribute:
-        raise EnvironmentDefinitionError(f"{target!r} does not name a class as module:Class")
+    """The class that `module:Class` names, or `module:function(literals)` makes. EnvironmentDefinitionError,
+    ImportError.
+    """
+    named = Target.read(target)
     sys.path[:0] = path
-    value: Any = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        value = getattr(value, part)
+    value = named.made_of(importlib.import_module(named.module))
     check_class(value)
     cls: EnvironmentClass = value
     return cls
 
 
-def _take_standard_streams() -> tuple[BinaryIO, "Sink"]:
+def take_standard_streams() -> tuple[BinaryIO, "Sink"]:
     """The pipe to the host, out of reach of what the environment prints or reads."""
     source = os.fdopen(os.dup(0), "rb")
     sink = os.dup(1)
@@ -220,7 +260,7 @@ class Sink:
             os._exit(0)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its host dies, whatever the environment is doing."""
     if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -40,6 +40,7 @@ class Voice:
     context_tokens: int
     version: int
     trained: bool
+    owner: "Policy"
 
 
 Cast = Mapping[str, "Voice | Script | type"]
@@ -157,7 +158,7 @@ class Casting:
     def _voice(self, name: str, version: int, label: str, *, trained: bool) -> Voice:
         model = self._models[name]
         sampler = model.policy.sampler
-        return Voice(label, sampler, model.renderer, model.context_tokens, version, trained)
+        return Voice(label, sampler, model.renderer, model.context_tokens, version, trained, model.policy)
 
 
 def check_player(player: Any, field: str) -> None:

@@ -19,6 +19,7 @@ from opentinker.environments.session import EnvironmentSession, end_reason_of
 from opentinker.environments.types import Action, EndReason
 from opentinker.rollout.agent_loop import AgentLoop, AgentStopped
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.recorded_agent import RecordedAgent
 from opentinker.rollout.scripted import ScriptedAgent
 from opentinker.rollout.trajectory import Ended, Opponent, Trajectory
 from opentinker.sampling.prompt import Prompt
@@ -26,7 +27,7 @@ from opentinkerapi.runtime.together import together
 
 _R = TypeVar("_R")
 
-Player = AgentLoop | ScriptedAgent
+Player = AgentLoop | RecordedAgent | ScriptedAgent
 
 CLOSE_TIMEOUT_S = 15.0
 
@@ -173,6 +174,7 @@ class EpisodeLoop:
 
     async def _finish(self) -> tuple[Trajectory, ...]:
         assert self._end is not None
+        await self._collect()
         ended = Ended(self._end, error=self._error)
         if self._end.trainable and self._seq:
             result = await self._guarded(self._session.finalize_all())
@@ -182,8 +184,18 @@ class EpisodeLoop:
         return tuple(
             player.finish(self._session, self._for(player, ended))
             for player in self._players.values()
-            if isinstance(player, AgentLoop) and player.trained
+            if isinstance(player, AgentLoop | RecordedAgent) and player.trained
         )
+
+    async def _collect(self) -> None:
+        """Fetch what was recorded elsewhere, and with it what ended the episode there."""
+        for name, player in self._players.items():
+            if isinstance(player, RecordedAgent):
+                stopped = await player.collect()
+                if stopped is not None and not stopped.reason.trainable:
+                    self._stop(stopped.reason, stopped.error)
+                elif stopped is not None and self._end is EndReason.TRUNCATED:
+                    self._own_ends[name] = stopped.reason
 
     def _for(self, player: Player, ended: Ended) -> Ended:
         """How it ended for one agent."""
@@ -197,6 +209,10 @@ class EpisodeLoop:
         return replace(ended, reason=reason, opponents=others)
 
     async def _close(self) -> None:
+        for player in self._players.values():
+            if isinstance(player, RecordedAgent):
+                # First: what an agent is still saying to its model ends with this.
+                await player.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._session.close()

@@ -22,6 +22,7 @@ from opentinker.rollout.agent_loop import AgentLoop
 from opentinker.rollout.cast import Cast, Voice
 from opentinker.rollout.episode_loop import EpisodeLoop, Player
 from opentinker.rollout.limits import Limits
+from opentinker.rollout.recorded_agent import RecordedAgent
 from opentinker.rollout.scripted import ScriptedAgent
 from opentinker.rollout.trajectory import Group, Trajectory
 from opentinker.sampling import identity
@@ -138,6 +139,16 @@ class GroupPlayer:
 
     def _player(self, member: int, agent: str) -> Player:
         setting, voice = self._setting, self._play.cast[agent]
+        if isinstance(voice, Voice) and setting.source.info.run_timeout_s:
+            return RecordedAgent(
+                voice,
+                setting.params,
+                setting.limits,
+                group=self._id,
+                member=member,
+                seed=identity.seed(setting.seed, "sampling", self._play.ordinal) + member,
+                agent=agent,
+            )
         if not isinstance(voice, Voice):
             return ScriptedAgent(
                 agent, voice, identity.seed(setting.seed, "script", self._play.ordinal, agent)

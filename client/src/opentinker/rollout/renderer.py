@@ -13,13 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opentinker import errors
-from opentinker.environments.content import Array, Image, Message
+from opentinker.environments.content import Array, Message
 from opentinker.environments.tools import in_words
 from opentinker.rollout.formats import CHAT_TEMPLATE, PLAIN_TEXT, formatted
 from opentinker.rollout.tool_calls import Parsed, parse
-from opentinker.sampling.prompt import PlacedImage, Prompt
+from opentinker.sampling.placing import check_takes_images, place_images
+from opentinker.sampling.prompt import Prompt
 from opentinkerapi.runtime.continuation import View, continuation
-from opentinkerapi.runtime.images import ImageError, ImageSettings, check_size
+from opentinkerapi.runtime.images import ImageSettings
 
 if TYPE_CHECKING:
     from opentinkerapi.runtime.render import ChatTokenizer
@@ -134,18 +135,7 @@ class Renderer:
 
     def _dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         if any(message.content.images for message in messages):
-            # Before a template sees them: one that knows no images may do anything.
-            problem = ""
-            if self._tokenizer.images is None:
-                problem = "the model takes none"
-            elif not self._tokenizer.has_template:
-                problem = "the model has no chat template to show it in"
-            if problem:
-                raise errors.UnsupportedOption(
-                    f"the observation holds an image and {problem}",
-                    reason=errors.Reason.UNSUPPORTED_OPTION,
-                    field="observation",
-                )
+            check_takes_images(self._tokenizer, "the observation", "observation")
         if any(isinstance(part, Array) for message in messages for part in message.content.parts):
             raise errors.UnsupportedOption(
                 "the observation holds an array, which no chat template shows; say it in text or JSON",
@@ -157,24 +147,7 @@ class Renderer:
     def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
         """The ids with each placeholder repeated for the places of its image."""
         images = [image for message in messages for image in message.content.images]
-        if not images:
-            return Prompt(ids)
-        settings = self._tokenizer.images
-        assert settings is not None, "refused before rendering"
-        shown = ids.count(settings.placeholder)
-        if shown != len(images):
-            text = f"the chat template shows {shown} of {len(images)} images ({self.name})"
-            raise errors.invalid("observation", text)
-        expanded: list[int] = []
-        placed: list[PlacedImage] = []
-        for token_id in ids:
-            count = 1
-            if token_id == settings.placeholder:
-                image = images[len(placed)]
-                count = _token_count(image, settings)
-                placed.append(PlacedImage(len(expanded), count, image))
-            expanded += [token_id] * count
-        return Prompt(expanded, placed)
+        return place_images(ids, images, self._tokenizer, "observation", self.name)
 
     def _ids(self, messages: Rendered) -> list[int]:
         if self._tokenizer.has_template:
@@ -192,10 +165,3 @@ class Renderer:
             text if reply or index == 0 else f"\n{text}"
             for index, (text, reply) in enumerate(zip(texts, spoken, strict=True))
         )
-
-
-def _token_count(image: Image, settings: ImageSettings) -> int:
-    try:
-        return settings.token_count(*check_size(image.data))
-    except ImageError as error:
-        raise errors.invalid("observation", f"an image cannot be used: {error}") from error

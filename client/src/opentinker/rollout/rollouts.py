@@ -23,6 +23,7 @@ from opentinker.rollout.cast import MAIN, Casting
 from opentinker.rollout.groups import GroupPlayer, Play, Setting
 from opentinker.rollout.limits import Limits
 from opentinker.rollout.playing import Playing
+from opentinker.rollout.recorded_agent import check_loop
 from opentinker.rollout.seats import MAX_EPISODES
 from opentinker.rollout.stragglers import Stragglers, WaitAll
 from opentinker.rollout.trajectory import Batch, Group
@@ -188,6 +189,7 @@ class Rollouts:
         self._tasks = self._given if self._given is not None else await source.tasks(self._split)
         if self._tasks is not None and not len(self._tasks):
             raise errors.invalid("split", f"{source.info.name} has no task in split {self._split!r}")
+        check_loop(source.info, self._limits, self._policy.renderer)
         await self._casting.prepare(source.info)
         self._setting = Setting(
             source=source,

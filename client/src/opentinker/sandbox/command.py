@@ -147,20 +147,15 @@ def command(
     report: int,
 ) -> list[str]:
     """The command line; the numbers are of descriptors that the process inherits."""
-    here = host()
-    words: list[str] = []
-    if uid is not None:
-        words += [here.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--"]
-    words += [here.bubblewrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    words = unshared(uid)
     # What runs first is process 1: when it ends, the kernel has killed all others before anyone is told.
-    words += ["--as-pid-1", "--cap-drop", "ALL", "--hostname", "jail", "--clearenv"]
+    words += ["--as-pid-1"]
     for name, value in _VARIABLES.items():
         words += ["--setenv", name, value]
-    words += _folders(python, packages)
-    words += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in ("/dev/shm", "/work"):
-        words += ["--size", str(limits.disk_bytes), "--tmpfs", folder]
-    words += ["--symlink", "/work", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+    words += system_folders(python)
+    for folder, inside in zip(packages, package_folders(len(packages)), strict=True):
+        words += ["--ro-bind", str(folder), inside]
+    words += own_folders(limits.disk_bytes)
     words += ["--info-fd", str(info), "--seccomp", str(filter_fd), "--"]
     words += [str(python), "-P", "-s", "-S", "-X", "utf8", "-c", _START]
     words += [str(control), str(report), str(len(keeper_code(python)))]
@@ -172,7 +167,26 @@ def package_folders(count: int) -> list[str]:
     return [f"/packages/{number}" for number in range(count)]
 
 
-def _folders(python: Path, packages: Sequence[Path]) -> list[str]:
+def unshared(uid: int | None, *, network: bool = False) -> list[str]:
+    """The words that take everything away: the machine's namespaces (but for the network, where it is asked
+    for), our user, capabilities, variables.
+    """
+    here = host()
+    words: list[str] = []
+    if uid is not None:
+        words += [here.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--"]
+    words += [here.bubblewrap, "--unshare-all", "--unshare-user"]
+    if network:
+        words += ["--share-net"]
+    return [
+        *words,
+        *("--die-with-parent", "--new-session"),
+        *("--cap-drop", "ALL", "--hostname", "jail", "--clearenv"),
+    ]
+
+
+def system_folders(python: Path) -> list[str]:
+    """The words that show the system's programs and the interpreter, read-only."""
     words = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     for name in _ROOT_LINKS:
@@ -184,6 +198,15 @@ def _folders(python: Path, packages: Sequence[Path]) -> list[str]:
     prefix = python.parent.parent
     if not prefix.is_relative_to("/usr"):
         words += ["--ro-bind", str(prefix), str(prefix)]
-    for folder, inside in zip(packages, package_folders(len(packages)), strict=True):
-        words += ["--ro-bind", str(folder), inside]
     return words
+
+
+def own_folders(disk_bytes: int) -> list[str]:
+    """The words that give it /proc, /dev, and what it may write: two folders of memory. They come last."""
+    words = ["--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/dev/shm", "/work"):
+        words += ["--size", str(disk_bytes), "--tmpfs", folder]
+    return [
+        *words,
+        *("--symlink", "/work", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"),
+    ]

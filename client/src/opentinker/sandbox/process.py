@@ -63,7 +63,7 @@ class JailProcess:
             for name in ("stdout", "stderr", "report", "info"):
                 self._ours[name], theirs[name] = os.pipe()
             theirs["stdin"], self._ours["stdin"] = os.pipe()
-            theirs["filter"] = _filter()
+            theirs["filter"] = seccomp.readable()
             mine, other = socket.socketpair()
             self._ours["control"], theirs["control"] = mine.detach(), other.detach()
             for fd in self._ours.values():
@@ -336,20 +336,3 @@ def _readable(seconds: float, *fds: int) -> set[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(seconds * 1000)}
-
-
-def _filter() -> int:
-    """A descriptor from which the filter of system calls is read once."""
-    reader, writer = os.pipe()
-    os.write(writer, _program())
-    os.close(writer)
-    return reader
-
-
-_PROGRAM: list[bytes] = []
-
-
-def _program() -> bytes:
-    if not _PROGRAM:
-        _PROGRAM.append(seccomp.program())
-    return _PROGRAM[0]

@@ -7,8 +7,10 @@ processes, more namespaces, mounts, keys, BPF, io_uring, and sockets that a netw
 architecture is killed. `clone3` hides its flags from filters: it is said not to exist, and libc uses `clone`.
 """
 
+import os
 import platform
 import struct
+from functools import cache
 
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
@@ -77,6 +79,15 @@ def known() -> bool:
     return platform.machine() in _ARCHITECTURES
 
 
+def readable() -> int:
+    """A descriptor from which the filter is read once."""
+    reader, writer = os.pipe()
+    os.write(writer, program())
+    os.close(writer)
+    return reader
+
+
+@cache
 def program() -> bytes:
     """The filter. KeyError where `known` is false."""
     column, architecture = _ARCHITECTURES[platform.machine()]

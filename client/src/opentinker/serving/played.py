@@ -2,8 +2,9 @@
 
     played = ot.play(GuessNumber, base_url=deployment.url, api_key=cluster.api_key, model=deployment.name)
 
-The class is the one that `fit` and `evaluate` take, and with the same seed the episodes are those that `evaluate`
-plays. Nothing is recorded to train on (`record_episode` does that): what comes back is what was said and scored.
+The class is the one that `fit` and `evaluate` take, and with the same seed the episodes are those that
+`evaluate` plays. Nothing is recorded to train on (`record_episode` does that): what comes back is what was
+said and scored.
 """
 
 import asyncio

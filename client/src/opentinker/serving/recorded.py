@@ -18,6 +18,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -64,27 +65,40 @@ def record_episode(
     and its first call settles the temperature. Seeds of its calls derive from `seed`.
     """
     number = policy.version if version is None else version
-    model = f"{policy.name}/versions/{number}"
+    wanted = decided(sampling)
+    return Pending.of(
+        policy.portal, create_episode(policy, group, member, version=number, decided=wanted, seed=seed)
+    )
+
+
+async def create_episode(
+    policy: "Policy",
+    group: str,
+    member: int,
+    *,
+    version: int,
+    decided: Mapping[str, Any],
+    seed: int,
+    limits: Mapping[str, int] | None = None,
+) -> "RecordedEpisode":
+    """A new episode, on the client's loop. `limits`: the gateway's `max_calls` and `max_tokens`."""
+    gateway = (await policy.cluster.info()).gateway_address
+    if not gateway:
+        raise errors.FailedPrecondition(
+            "this cluster has no gateway, which records the episodes of agents that own their loop",
+            reason=errors.Reason.INVALID_STATE,
+        )
     body = {
         "request_id": f"episode-{uuid.uuid4().hex}",
-        "model": model,
+        "model": f"{policy.name}/versions/{version}",
         "group": group,
         "seed": seed,
-        "sampling": _decided(sampling),
+        "sampling": decided,
+        **(limits or {}),
     }
-
-    async def create() -> RecordedEpisode:
-        gateway = (await policy.cluster.info()).gateway_address
-        if not gateway:
-            raise errors.FailedPrecondition(
-                "this cluster has no gateway, which records the episodes of agents that own their loop",
-                reason=errors.Reason.INVALID_STATE,
-            )
-        at = _Gateway(gateway, policy.cluster.control.key or "")
-        made = json.loads(await at.call("POST", "/episodes", body))
-        return RecordedEpisode(policy.cluster, at, made, group, member)
-
-    return Pending.of(policy.portal, create())
+    at = _Gateway(gateway, policy.cluster.control.key or "")
+    made = json.loads(await at.call("POST", "/episodes", body))
+    return RecordedEpisode(policy.cluster, at, made, group, member)
 
 
 class RecordedEpisode:
@@ -120,18 +134,30 @@ class RecordedEpisode:
         """
 
         async def fetch() -> Trajectory:
-            data = await self._gateway.call("GET", f"/episodes/{self.id}/trajectory")
-            await self._end()
-            wire = trajectory_pb2.Trajectory.FromString(data)
-            return _trajectory(wire, self._group, self._member, Reward.of(reward), end_reason, metrics or {})
+            played = await self.played()
+            await self.end()
+            return replace(
+                played, reward=Reward.of(reward), end_reason=end_reason, metrics=dict(metrics or {})
+            )
 
         return Pending.of(self._cluster.portal, fetch())
 
     def close(self) -> Pending[None]:
         """Forget it. Ending it twice is no error."""
-        return Pending.of(self._cluster.portal, self._end())
+        return Pending.of(self._cluster.portal, self.end())
 
-    async def _end(self) -> None:
+    async def played(self) -> Trajectory:
+        """What was played so far, without a reward; on the client's loop. Raises EpisodeNotFound."""
+        data = await self._gateway.call("GET", f"/episodes/{self.id}/trajectory")
+        return _trajectory(trajectory_pb2.Trajectory.FromString(data), self._group, self._member)
+
+    async def facts(self) -> Mapping[str, Any]:
+        """What the gateway says of it; on the client's loop. Raises EpisodeNotFound."""
+        found: Mapping[str, Any] = json.loads(await self._gateway.call("GET", f"/episodes/{self.id}"))
+        return found
+
+    async def end(self) -> None:
+        """Forget it; on the client's loop."""
         if self._over:
             return
         self._over = True
@@ -215,7 +241,7 @@ def _error(status: int, body: bytes, retry_after: str | None) -> errors.OpenTink
     )
 
 
-def _decided(sampling: SamplingParams | None) -> dict[str, Any]:
+def decided(sampling: SamplingParams | None) -> dict[str, Any]:
     """What overrules the agent. UnsupportedOption for what the trainer could not know."""
     if sampling is None:
         return {}
@@ -233,14 +259,7 @@ def _decided(sampling: SamplingParams | None) -> dict[str, Any]:
     return {**values, "stop": list(sampling.stop)} if sampling.stop else values
 
 
-def _trajectory(
-    wire: trajectory_pb2.Trajectory,
-    group: str,
-    member: int,
-    reward: Reward,
-    end_reason: EndReason,
-    metrics: Mapping[str, float],
-) -> Trajectory:
+def _trajectory(wire: trajectory_pb2.Trajectory, group: str, member: int) -> Trajectory:
     return Trajectory(
         group=group,
         member=member,
@@ -250,11 +269,10 @@ def _trajectory(
             Turn(turn.prompt_tokens, turn.completion_tokens, turn.text, StopReason(turn.stop_reason), None)
             for turn in wire.sampled_turns
         ),
-        reward=reward,
-        end_reason=end_reason,
+        reward=Reward.unscored(),
+        end_reason=EndReason.TERMINATED,
         temperature=wire.segments[0].sampling_temperature if wire.segments else 1.0,
         messages=tuple(_message(message) for message in wire.messages),
-        metrics=dict(metrics),
     )
 
 

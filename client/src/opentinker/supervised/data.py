@@ -4,6 +4,8 @@ A row is a conversation, {"messages": [...], "tools": [...]?}, or a {"prompt": .
 texts or of two lists of messages. What is malformed is refused by row and field; nothing is skipped.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+A content is a text or a list of parts; see `supervised.parts`.
 """
 
 import json
@@ -12,10 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opentinker.environments.content import ROLES, Message
+from opentinker.environments.content import ROLES, Image, Message
 from opentinker.environments.errors import InvalidEpisodeData
 from opentinker.environments.rows import Source, raw_rows
 from opentinker.errors import invalid
+from opentinker.supervised.parts import read_content
 
 ROW_KEYS = ("messages", "tools", "prompt", "completion", "weight")
 MESSAGE_KEYS = (
@@ -33,7 +36,8 @@ MESSAGE_KEYS = (
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation as chat templates take it, and the factor of each message's loss: None where the row
-    says nothing about it. `answer_from`: assistant messages before it are part of the prompt.
+    says nothing about it. `answer_from`: assistant messages before it are part of the prompt. `images`: those
+    of each message, where there are any at all.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -41,6 +45,7 @@ class Chat:
     weights: Sequence[float | None]
     weight: float = 1.0
     answer_from: int = 0
+    images: Sequence[Sequence[Image]] = ()
 
     def factors(self, train_on: str) -> list[float]:
         """A number for each message: its own, or 1 where `train_on` ("all" or "last") takes it; times the
@@ -98,8 +103,8 @@ def _row(raw: Mapping[str, Any], field: str) -> Row:
     weight = _number(given.get("weight", 1.0), f"{field}.weight")
     pair = {"prompt", "completion"} & set(given)
     if "messages" in given and not pair:
-        messages, weights = _messages(given["messages"], f"{field}.messages")
-        return _checked(Chat(messages, _tools(given, field), weights, weight), field)
+        messages, weights, images = _messages(given["messages"], f"{field}.messages")
+        return _checked(Chat(messages, _tools(given, field), weights, weight, 0, _any(images)), field)
     if pair != {"prompt", "completion"} or "messages" in given:
         raise invalid(field, f"a row has messages, or prompt and completion; this has {sorted(given)}")
     if isinstance(given["prompt"], str) and isinstance(given["completion"], str):
@@ -108,10 +113,15 @@ def _row(raw: Mapping[str, Any], field: str) -> Row:
         return _checked(Completion(given["prompt"], given["completion"], weight), field)
     if isinstance(given["prompt"], str) or isinstance(given["completion"], str):
         raise invalid(field, "prompt and completion must be two texts or two lists of messages")
-    prompt, before = _messages(given["prompt"], f"{field}.prompt")
-    answer, after = _messages(given["completion"], f"{field}.completion")
-    chat = Chat([*prompt, *answer], _tools(given, field), [*before, *after], weight, len(prompt))
+    prompt, before, seen = _messages(given["prompt"], f"{field}.prompt")
+    answer, after, shown = _messages(given["completion"], f"{field}.completion")
+    both = _any([*seen, *shown])
+    chat = Chat([*prompt, *answer], _tools(given, field), [*before, *after], weight, len(prompt), both)
     return _checked(chat, field)
+
+
+def _any(images: Sequence[Sequence[Image]]) -> Sequence[Sequence[Image]]:
+    return images if any(images) else ()
 
 
 def _checked(row: Row, field: str) -> Row:
@@ -131,16 +141,19 @@ def _checked(row: Row, field: str) -> Row:
     return row
 
 
-def _messages(value: Any, field: str) -> tuple[list[Mapping[str, Any]], list[float | None]]:
+def _messages(
+    value: Any, field: str
+) -> tuple[list[Mapping[str, Any]], list[float | None], list[Sequence[Image]]]:
+    """Messages as chat templates take them, their weights, and their images."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise invalid(field, f"must be a list of messages, not {type(value).__name__}")
-    pairs = [_message(each, f"{field}[{index}]") for index, each in enumerate(value)]
-    if not pairs:
+    read = [_message(each, f"{field}[{index}]") for index, each in enumerate(value)]
+    if not read:
         raise invalid(field, "is empty")
-    return [message for message, _ in pairs], [weight for _, weight in pairs]
+    return [message for message, _, _ in read], [weight for _, weight, _ in read], [each for *_, each in read]
 
 
-def _message(value: Any, field: str) -> tuple[Mapping[str, Any], float | None]:
+def _message(value: Any, field: str) -> tuple[Mapping[str, Any], float | None, Sequence[Image]]:
     if not isinstance(value, Mapping):
         raise invalid(field, f"a message must be a mapping, not {type(value).__name__}")
     given = {key: item for key, item in value.items() if item is not None}
@@ -149,11 +162,14 @@ def _message(value: Any, field: str) -> tuple[Mapping[str, Any], float | None]:
     role = given.get("role")
     if role not in ROLES:
         raise invalid(f"{field}.role", f"{role!r} is none of {', '.join(ROLES)}")
-    content = _text(given.get("content", ""), f"{field}.content")
+    content = read_content(given.get("content", ""), f"{field}.content")
+    if content.images and role == "assistant":
+        raise invalid(f"{field}.content", "an assistant message holds an image, and models say text only")
     reasoning = given.get("reasoning_content", "")
     if not isinstance(reasoning, str) or (reasoning and role != "assistant"):
         raise invalid(f"{field}.reasoning_content", "must be a text of an assistant message")
-    if role == "assistant" and not (content.strip() or reasoning.strip() or given.get("tool_calls")):
+    said = role == "assistant" and (content.text.strip() or reasoning.strip() or given.get("tool_calls"))
+    if role == "assistant" and not said:
         raise invalid(f"{field}.content", "an assistant message is empty: no text, reasoning or tool call")
     plain = {name: given[name] for name in ("tool_calls", "tool_call_id", "name") if given.get(name)}
     try:
@@ -162,7 +178,7 @@ def _message(value: Any, field: str) -> tuple[Mapping[str, Any], float | None]:
         raise invalid(field, f"it is malformed: {error!r}") from None
     if reasoning:
         message["reasoning_content"] = reasoning
-    return message, _own_weight(given, role, field)
+    return message, _own_weight(given, role, field), content.images
 
 
 def _own_weight(given: Mapping[str, Any], role: str, field: str) -> float | None:
@@ -179,21 +195,6 @@ def _own_weight(given: Mapping[str, Any], role: str, field: str) -> float | None
     if weight and role != "assistant":
         raise invalid(field, f"a {role} message cannot be trained on: the model does not produce it")
     return weight
-
-
-def _text(value: Any, field: str) -> str:
-    """A text, from one or from OpenAI's list of text parts."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Iterable) and not isinstance(value, Mapping):
-        texts = []
-        for index, part in enumerate(value):
-            known = isinstance(part, Mapping) and {k for k in part if part[k] is not None} == {"type", "text"}
-            if not known or part["type"] != "text" or not isinstance(part["text"], str):
-                raise invalid(f"{field}[{index}]", 'this version tunes on parts {"type": "text"} only')
-            texts.append(part["text"])
-        return "".join(texts)
-    raise invalid(field, f"must be a text, not {type(value).__name__}")
 
 
 def _tools(given: Mapping[str, Any], field: str) -> list[Mapping[str, Any]] | None:

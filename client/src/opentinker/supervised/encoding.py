@@ -3,15 +3,27 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opentinker.errors import InvalidArgument, OpenTinkerError, invalid
+from opentinker.sampling.placing import check_takes_images, place_images
+from opentinker.sampling.prompt import PlacedImage
 from opentinker.supervised.data import Chat, Row
-from opentinker.supervised.masks import Encoded, Tokenizer, encode_chat, encode_completion
+from opentinker.supervised.masks import Encoded, encode_chat, encode_completion
+from opentinker.supervised.masks import Tokenizer as TextTokenizer
 from opentinker.training.samples import TrainSample
+from opentinkerapi.runtime.images import ImageSettings
+
+
+class Tokenizer(TextTokenizer, Protocol):
+    """What is needed of a tokenizer; `opentinkerapi.runtime.render.ChatTokenizer` has it."""
+
+    @property
+    def images(self) -> ImageSettings | None: ...
+
 
 TrainOn = Literal["all", "last"]
 RewrittenHistory = Literal["refuse", "split"]
@@ -52,11 +64,14 @@ def check_choices(train_on: str, rewritten_history: str, too_long: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row of n tokens for the trainer: ids [n] int32, weights [n] float32 (0: context)."""
+    """One row of n tokens for the trainer: ids [n] int32, weights [n] float32 (0: context); images at their
+    places.
+    """
 
     name: str
     token_ids: NDArray[np.int32]
     weights: NDArray[np.float32]
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def loss_tokens(self) -> int:
@@ -71,6 +86,7 @@ class Example:
             loss_mask=(self.weights != 0).astype(int).tolist(),
             weights=None if plain else self.weights,
             sample_id=self.name,
+            images=self.images,
         )
 
 
@@ -116,12 +132,14 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """Changes with any token or weight, and with their order."""
+        """Changes with any token, weight or image, and with their order."""
         digest = hashlib.sha256()
         for item in self.items:
             digest.update(len(item.token_ids).to_bytes(8, "little"))
             digest.update(item.token_ids.astype("<i4").tobytes())
             digest.update(item.weights.astype("<f4").tobytes())
+            for placed in item.images:
+                digest.update(hashlib.sha256(placed.image.data).digest())
         return digest.hexdigest()
 
 
@@ -148,6 +166,7 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, how: Encoding, name: str =
                     f"{field}/{number}" if len(parts) > 1 else field,
                     np.asarray(part.token_ids, dtype=np.int32),
                     np.asarray(part.weights, dtype=np.float32),
+                    part.images,
                 )
             )
     if not items:
@@ -156,7 +175,16 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, how: Encoding, name: str =
     return Examples(tuple(items), len(rows), split, dropped, longest)
 
 
-def _encode_row(row: Row, tokenizer: Tokenizer, how: Encoding, field: str) -> list[Encoded]:
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An encoded row with a placeholder at every place of its images."""
+
+    token_ids: Sequence[int]
+    weights: Sequence[float]
+    images: tuple[PlacedImage, ...] = ()
+
+
+def _encode_row(row: Row, tokenizer: Tokenizer, how: Encoding, field: str) -> list[_Placed]:
     # Here: a tokenizer has loaded it by now, and importing this package must not.
     from opentinkerapi.runtime.render import RenderError
 
@@ -165,9 +193,13 @@ def _encode_row(row: Row, tokenizer: Tokenizer, how: Encoding, field: str) -> li
             factors = row.factors(how.train_on)
             if not any(factors):
                 raise invalid(field, "no message of it is trained on")
-            parts = encode_chat(tokenizer, row.messages, row.tools, factors, how.rewritten_history)
+            if row.images:
+                check_takes_images(tokenizer, "it", field)
+            told = encode_chat(tokenizer, row.messages, row.tools, factors, how.rewritten_history)
+            parts = [_place(part, row, tokenizer, field) for part in told]
         else:
-            parts = [encode_completion(tokenizer, row.prompt, row.completion, row.weight)]
+            plain = encode_completion(tokenizer, row.prompt, row.completion, row.weight)
+            parts = [_Placed(plain.token_ids, plain.weights)]
     except RenderError as error:
         raise invalid(field, str(error)) from error
     except InvalidArgument as error:
@@ -175,6 +207,19 @@ def _encode_row(row: Row, tokenizer: Tokenizer, how: Encoding, field: str) -> li
     if any(part.weights[0] for part in parts):
         raise invalid(field, "its first token would be trained on, and there is nothing to predict it from")
     return parts
+
+
+def _place(part: Encoded, row: Chat, tokenizer: Tokenizer, field: str) -> _Placed:
+    """With the images of the messages that it holds."""
+    images = [image for each in row.images[: part.messages] for image in each]
+    if not images:
+        return _Placed(part.token_ids, part.weights)
+    prompt = place_images(part.token_ids, images, tokenizer, field)
+    counts = {image.start: image.token_count for image in prompt.images}
+    weights: list[float] = []
+    for weight in part.weights:
+        weights += [weight] * counts.get(len(weights), 1)
+    return _Placed(prompt.ids, weights, prompt.images)
 
 
 def _at(error: OpenTinkerError, field: str) -> OpenTinkerError:

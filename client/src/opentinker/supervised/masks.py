@@ -50,10 +50,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A row of n tokens. `weights` [n]: the factor of each token's loss; 0 where it is context."""
+    """A row of n tokens. `weights` [n]: the factor of each token's loss; 0 where it is context. `messages`:
+    how many of the conversation it holds.
+    """
 
     token_ids: list[int]
     weights: list[float]
+    messages: int = 0
 
 
 def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str, weight: float) -> Encoded:
@@ -171,7 +174,7 @@ def _row(view: Rendering, turns: Sequence[_Turn], weights: Sequence[float]) -> E
             weights[turn.message] if kept is None or index in kept or index == end - 1 else 0.0
             for index in range(start, end)
         ]
-    return Encoded(assembly.finish(), factors)
+    return Encoded(assembly.finish(), factors, turns[-1].message + 1)
 
 
 def _tagged(assembly: "_Assembly", turn: _Turn, tags: Sequence[tuple[int, int]]) -> set[int]:

@@ -2,8 +2,7 @@
 
 from opentinker.environments.rows import Source
 from opentinker.supervised.data import read
-from opentinker.supervised.encoding import Encoding, RewrittenHistory, TooLong, TrainOn, encode
-from opentinker.supervised.masks import Tokenizer
+from opentinker.supervised.encoding import Encoding, RewrittenHistory, Tokenizer, TooLong, TrainOn, encode
 from opentinker.training.samples import TrainSamples
 
 

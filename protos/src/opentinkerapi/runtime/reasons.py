@@ -48,6 +48,7 @@ class Reason(StrEnum):
     PROJECT_NOT_FOUND = "PROJECT_NOT_FOUND"
     USER_NOT_FOUND = "USER_NOT_FOUND"
     API_KEY_NOT_FOUND = "API_KEY_NOT_FOUND"
+    SNAPSHOT_NOT_FOUND = "SNAPSHOT_NOT_FOUND"
     REQUEST_ID_REUSED = "REQUEST_ID_REUSED"
     SEQ_REUSED = "SEQ_REUSED"
     ALREADY_REGISTERED = "ALREADY_REGISTERED"
@@ -146,6 +147,9 @@ CATALOGUE: Mapping[Reason, Entry] = MappingProxyType(
         Reason.PROJECT_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such project"),
         Reason.USER_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such user"),
         Reason.API_KEY_NOT_FOUND: Entry(_Code.NOT_FOUND, "there is no such API key"),
+        Reason.SNAPSHOT_NOT_FOUND: Entry(
+            _Code.NOT_FOUND, "there is no such snapshot, or nobody used it for long"
+        ),
         Reason.REQUEST_ID_REUSED: Entry(
             _Code.ALREADY_EXISTS, "the request id was used with another request; make a new one"
         ),

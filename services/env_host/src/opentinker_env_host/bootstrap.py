@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
 from opentinker_env_host.adapters.failures import BusFailureSink
 from opentinker_env_host.adapters.journal import FileJournal
 from opentinker_env_host.adapters.metrics import CountedFailures, show
+from opentinker_env_host.adapters.package_builder import PackageBuilder
+from opentinker_env_host.adapters.package_store import PackageStore
+from opentinker_env_host.adapters.prober import ProcessProber
 from opentinker_env_host.adapters.sandbox_probe import SandboxProbe
 from opentinker_env_host.adapters.worker_process import ProcessLauncher, WorkerProgram
 from opentinker_env_host.domain.host import EnvironmentHost, HostLimits
+from opentinker_env_host.domain.packages import Package
 from opentinker_env_host.domain.pool import PoolLimits, WorkerPool
+from opentinker_env_host.domain.registry import PackageQuotas, Registry
 from opentinker_env_host.ports import WorkerLauncher
 from opentinker_env_host.servicer import EnvHostServicer
 from opentinker_env_host.settings import EnvHostSettings, EnvironmentSettings
@@ -28,12 +33,25 @@ from opentinkerapi.env.v1.env_host_service_pb2_grpc import add_EnvHostServiceSer
 log = structlog.get_logger()
 
 _SERVICE = env_host_service_pb2.DESCRIPTOR.services_by_name["EnvHostService"]
-_OF_THE_HOST = ("GetCapabilities", "ListEnvironments", "GetEnvironment", "ListTasks")
-"""What is asked about the host and its environments, for no job."""
+_ACCESS: Mapping[str, Access] = {
+    # What is asked about the host and its environments, for no job.
+    "GetCapabilities": Access.CALLER,
+    "ListEnvironments": Access.CALLER,
+    "GetEnvironment": Access.CALLER,
+    "ListTasks": Access.CALLER,
+    # The project's uploads.
+    "UploadPackage": Access.MEMBER,
+    "ListEnvironmentVersions": Access.CALLER,
+    "GetEnvironmentVersion": Access.CALLER,
+    "DeleteEnvironmentVersion": Access.MEMBER,
+    "GetEnvironmentLog": Access.CALLER,
+    "ProbeEnvironment": Access.MEMBER,
+}
 METHODS: Mapping[str, Access] = {
-    f"/{_SERVICE.full_name}/{method.name}": Access.CALLER if method.name in _OF_THE_HOST else Access.JOB
+    f"/{_SERVICE.full_name}/{method.name}": _ACCESS.get(method.name, Access.JOB)
     for method in _SERVICE.methods
 }
+_REST_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +60,41 @@ class EnvHost:
 
     server: KitServer
     host: EnvironmentHost
+    registry: Registry
     bus: EventBus
     gate: Gate
 
     async def start(self, *, install_signals: bool = False) -> int:
         """Listen, start the first workers, turn SERVING; returns the port."""
         port = await self.server.start(install_signals=install_signals)
+        await self.registry.load()
         await self.host.start()
         await self.server.set_serving(True)
         return port
 
     async def serve(self) -> None:
         """Serve until the server is told to stop."""
-        reaper = asyncio.create_task(self.host.reap_forever(), name="reaper")
+        tasks = [
+            asyncio.create_task(self.host.reap_forever(), name="reaper"),
+            asyncio.create_task(self._rest_forever(), name="rest of packages"),
+        ]
         try:
             await self.server.wait()
         finally:
-            reaper.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def stop(self) -> None:
         """Kill the workers and close the bus."""
+        await self.registry.stop()
         await self.host.stop()
         await self.bus.close()
         await self.gate.close()
+
+    async def _rest_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_REST_EVERY_S)
+            self.registry.rest()
 
 
 def build(
@@ -92,7 +122,9 @@ def build(
     failures = CountedFailures(BusFailureSink(bus, clock, source))
     journal = FileJournal(settings.state_dir / "episodes.journal")
     host = EnvironmentHost(pools, limits, clock, failures, journal)
-    servicer = EnvHostServicer(host, clock, SandboxProbe(settings.default_python))
+    sandbox = SandboxProbe(settings.default_python)
+    registry = _registry(settings, host, clock, sandbox)
+    servicer = EnvHostServicer(host, registry, clock, sandbox)
 
     door = gate(settings, METHODS, ENV_HOST, clock)
 
@@ -108,7 +140,7 @@ def build(
         on_drain=drain,
     )
     show(server.metrics, host, failures)
-    return EnvHost(server, host, bus, door)
+    return EnvHost(server, host, registry, bus, door)
 
 
 async def run(settings: EnvHostSettings) -> None:
@@ -123,6 +155,35 @@ async def run(settings: EnvHostSettings) -> None:
 
 def _bus(settings: EnvHostSettings) -> EventBus:
     return NatsEventBus(settings.nats_url, settings.nats_token()) if settings.nats_url else NullEventBus()
+
+
+def _registry(
+    settings: EnvHostSettings, host: EnvironmentHost, clock: Clock, sandbox: SandboxProbe
+) -> Registry:
+    given = settings.packages
+    workshop = PackageBuilder(settings, sandbox)
+
+    def program(environment: str | Package) -> WorkerProgram:
+        if isinstance(environment, Package):
+            return workshop.program(environment)
+        return _program(settings, environment, settings.environments[environment])
+
+    def make_pool(package: Package, launcher: WorkerLauncher) -> WorkerPool:
+        limits = _limits(settings, EnvironmentSettings(target="-", exclusive=package.spec.exclusive))
+        if not package.spec.exclusive:
+            limits = replace(limits, max_workers=given.max_workers)
+        return WorkerPool(package.key, launcher, replace(limits, warm=0))
+
+    quotas = PackageQuotas(
+        enabled=given.enabled,
+        archive_bytes=given.archive_bytes,
+        project_versions=given.max_project_versions,
+        project_bytes=given.max_project_bytes,
+        idle_s=given.idle_s,
+    )
+    store = PackageStore(settings.state_dir / "packages")
+    prober = ProcessProber(program, settings.probe_timeout_s)
+    return Registry(host, store, workshop, prober, make_pool, quotas, clock)
 
 
 def _program(settings: EnvHostSettings, name: str, entry: EnvironmentSettings) -> WorkerProgram:

@@ -125,6 +125,7 @@ class Drive:
 
     def _response(self) -> pb.DriveResponse:
         """What is there to say, as far as it goes into a message."""
+        self._host.commit()
         taken: list[pb.DriveReply] = []
         size = 0
         while self._replies and (not taken or size + self._replies[0].ByteSize() <= _MESSAGE_BYTES):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from opentinker_env_host.domain.episode import Episode
+    from opentinker_env_host.domain.packages import Package
 
 Plain = Mapping[str, Any]
 """A JSON object; images and arrays in it are indices into the byte strings beside it."""
@@ -22,6 +23,10 @@ class EnvironmentFacts:
     splits: tuple[str, ...]
     agents: tuple[str, ...] = ("agent",)
     tools: tuple[Plain, ...] = ()
+    run_timeout_s: float = 0.0
+    """Above 0 where the environment owns the model loop."""
+    snapshots: str = "NONE"
+    """NATIVE, COPY, REPLAY or NONE: what is tried first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +117,8 @@ class WorkerLauncher(Protocol):
 
 
 class Journal(Protocol):
-    """Keeps what a host that is started again needs to play its episodes again; each call returns when it is
-    kept.
+    """Keeps what a host that is started again needs to play its episodes again: what it was told is kept once
+    `flush` has returned.
     """
 
     def load(self) -> "list[Episode]":
@@ -128,12 +133,20 @@ class Journal(Protocol):
         """The first observation was given."""
         ...
 
+    def moved(self, episode: "Episode") -> None:
+        """The episode is now as it says, whatever was told of it before."""
+        ...
+
     def stepped(self, episode: "Episode") -> None:
         """A step was answered."""
         ...
 
     def closed(self, name: str) -> None:
         """An episode is over."""
+        ...
+
+    def flush(self) -> None:
+        """Comes before each answer."""
         ...
 
     def tidy(self, episodes: "Sequence[Episode]") -> None:
@@ -157,10 +170,16 @@ class NoJournal:
     def begun(self, episode: "Episode") -> None:
         return None
 
+    def moved(self, episode: "Episode") -> None:
+        return None
+
     def stepped(self, episode: "Episode") -> None:
         return None
 
     def closed(self, name: str) -> None:
+        return None
+
+    def flush(self) -> None:
         return None
 
     def tidy(self, episodes: "Sequence[Episode]") -> None:
@@ -184,6 +203,80 @@ class Sandbox(Protocol):
 
     async def facts(self) -> SandboxFacts:
         """What there is; never raises."""
+        ...
+
+
+class BuildFailed(Exception):
+    """What a package needs cannot be installed. `requirement` names what, where that is known."""
+
+    def __init__(self, text: str, requirement: str = "") -> None:
+        super().__init__(text)
+        self.requirement = requirement
+
+
+class Packages(Protocol):
+    """Keeps uploaded packages. Calls block; each returns when it is kept."""
+
+    def load(self) -> "list[Package]":
+        """All versions of all projects."""
+        ...
+
+    def add(self, package: "Package", archive: bytes) -> None:
+        """Keep a new version under the next number, which the package is given."""
+        ...
+
+    def keep_result(self, package: "Package") -> None:
+        """Keep what became of it."""
+        ...
+
+    def archive(self, package: "Package") -> bytes:
+        """What was uploaded."""
+        ...
+
+    def remove(self, package: "Package") -> None:
+        """Forget a version."""
+        ...
+
+
+class Workshop(Protocol):
+    """Builds what packages run in, starts their workers, and probes environments."""
+
+    async def python(self) -> str:
+        """The version of Python that packages run on. MISSING_DEPENDENCY where there can be no jail."""
+        ...
+
+    async def check(self, archive: bytes) -> None:
+        """ServiceError INVALID_FIELD for an archive that is not taken."""
+        ...
+
+    async def build(self, package: "Package", archive: bytes) -> None:
+        """Make what its workers need. BuildFailed."""
+        ...
+
+    def is_built(self, package: "Package") -> bool:
+        """Whether what its workers need is there, once `python` was asked for."""
+        ...
+
+    def launcher(self, package: "Package") -> WorkerLauncher:
+        """Starts its workers, once it is built."""
+        ...
+
+    def logs(self, package: "Package", tail_bytes: int) -> tuple[str, list[tuple[str, str]]]:
+        """The ends of what its build and its workers wrote. Blocks."""
+        ...
+
+    def remove(self, package: "Package", others: "Sequence[Package]") -> None:
+        """Delete what none of the others needs. Blocks."""
+        ...
+
+
+class Prober(Protocol):
+    """Measures environments."""
+
+    async def probe(self, environment: "str | Package", request: Plain) -> Plain:
+        """The report of a probe, in processes of its own. ServiceError INVALID_FIELD, ENV_CRASHED,
+        STEP_TIMEOUT.
+        """
         ...
 
 

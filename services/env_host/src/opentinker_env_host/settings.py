@@ -18,7 +18,9 @@ class EnvironmentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
-    """`module:Class`, importable by the worker's interpreter; the host never imports it."""
+    """`module:Class`, or `module:function(literals)` that makes one; importable by the worker's
+    interpreter, the host never imports it.
+    """
     path: tuple[Path, ...] = ()
     """Folders put in front of the worker's module search path."""
     python: Path | None = None
@@ -36,6 +38,52 @@ class EnvironmentSettings(BaseModel):
     def _one_step_at_a_time(self) -> Self:
         if self.exclusive and self.threads is not None:
             raise ValueError("threads: an exclusive worker has one episode, and so one step at a time")
+        return self
+
+
+class PackageSettings(BaseModel):
+    """Environments that users upload."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = True
+    """Take uploads. They need jails: without bubblewrap each is refused."""
+    build_dir: Path | None = None
+    """Where virtual environments lie, in a folder that jailed users can reach; by default below `state_dir`,
+    or in /var/tmp where the host runs as root. It may be lost: what is needed is built again.
+    """
+    network: bool = False
+    """Give pip the network while it installs requirements. Workers have none."""
+    index_url: str = ""
+    """The package index that pip asks, with `network`; by default its own."""
+    wheels: Path | None = None
+    """A folder of wheels, readable for everybody, that pip looks into."""
+    archive_bytes: int = Field(default=8 << 20, ge=1024, le=15 << 20)
+    """Largest upload."""
+    unpacked_bytes: int = Field(default=64 << 20, ge=1024)
+    files: int = Field(default=4096, ge=1)
+    """What an upload may unpack to."""
+    max_project_versions: int = Field(default=100, ge=1)
+    max_project_bytes: int = Field(default=256 << 20, ge=1024)
+    """What a project may keep."""
+    max_workers: int = Field(default=2, ge=1, le=256)
+    """Worker processes of one version; of an exclusive one `max_exclusive_workers`."""
+    idle_s: float = Field(default=300.0, gt=0)
+    """Workers of a version without episodes are ended after so long."""
+    memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
+    """Address space of each process of a build or a worker."""
+    processes: int = Field(default=128, ge=8)
+    """Processes and threads of a build or a worker."""
+    venv_bytes: int = Field(default=2 << 30, ge=1 << 20)
+    """Largest virtual environment."""
+    worker_file_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    """Largest file of a worker, its log among them."""
+    build_timeout_s: float = Field(default=600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _index_needs_network(self) -> Self:
+        if self.index_url and not self.network:
+            raise ValueError("index_url: without network nothing is asked; set network, or use wheels")
         return self
 
 
@@ -79,6 +127,9 @@ class EnvHostSettings(ServerSettings):
     max_group_size: int = Field(default=1024, ge=1)
     journal_steps: int = Field(default=2000, ge=0)
     """Longest episode that can be played again after the death of its worker."""
+    packages: PackageSettings = PackageSettings()
+    probe_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a probe may take."""
 
     @property
     def default_python(self) -> Path:

@@ -30,6 +30,12 @@ _DTYPES: Mapping[str, "tensor_pb2.DType.ValueType"] = {
 }
 
 
+SNAPSHOT_KINDS: Mapping[str, "environment_pb2.SnapshotKind.ValueType"] = {
+    "NONE": environment_pb2.SNAPSHOT_KIND_NONE,
+    "NATIVE": environment_pb2.SNAPSHOT_KIND_NATIVE,
+    "COPY": environment_pb2.SNAPSHOT_KIND_COPY,
+    "REPLAY": environment_pb2.SNAPSHOT_KIND_REPLAY,
+}
 _SANDBOX_MODES: Mapping[str, "capabilities_pb2.SandboxMode.ValueType"] = {
     "": capabilities_pb2.SANDBOX_MODE_NONE,
     "SLOT_UID": capabilities_pb2.SANDBOX_MODE_SLOT_UID,
@@ -57,6 +63,8 @@ def environment_id(name: str, field: str) -> str:
 
 def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.Environment:
     """A hosted environment."""
+    run_timeout = Duration()
+    run_timeout.FromNanoseconds(int(facts.run_timeout_s * 1e9))
     return environment_pb2.Environment(
         name=f"{ENVIRONMENTS}{name}",
         description=facts.description,
@@ -66,6 +74,8 @@ def environment_to_proto(name: str, facts: EnvironmentFacts) -> environment_pb2.
         splits=facts.splits,
         agents=facts.agents,
         tools_json=[json.dumps(schema) for schema in facts.tools],
+        run_timeout=run_timeout if facts.run_timeout_s else None,
+        snapshots=SNAPSHOT_KINDS.get(facts.snapshots, environment_pb2.SNAPSHOT_KIND_UNSPECIFIED),
     )
 
 

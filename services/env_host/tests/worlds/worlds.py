@@ -71,6 +71,40 @@ class Counter(Environment):
         return Observation(f"count {self._count} of {number}{process}", info={"time": time.time()})
 
 
+class Native(Counter):
+    """Gives and takes its state."""
+
+    def snapshot(self) -> dict[str, Any]:
+        version, numbers, gauss = self._random.getstate()
+        return {"count": self._count, "random": [version, list(numbers), gauss]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        version, numbers, gauss = state["random"]
+        self._count, self._random = state["count"], random.Random()
+        self._random.setstate((version, tuple(numbers), gauss))
+
+
+class WrongState(Native):
+    """Its state is no JSON."""
+
+    def snapshot(self) -> Any:
+        return {"count": object()}
+
+
+class Uncopyable(Counter):
+    """Says that a copy does not hold it."""
+
+    copyable: ClassVar[bool] = False
+
+
+class Unpicklable(Counter):
+    """Cannot be copied, which nobody knows before it is tried."""
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        self._file = open("/dev/null")  # noqa: SIM115
+        return super().reset(seed=seed, task=task)
+
+
 class Forgetful(Counter):
     """Does not repeat itself, and does not say so."""
 
@@ -82,6 +116,21 @@ class Honest(Forgetful):
     """Does not repeat itself, and says so."""
 
     deterministic: ClassVar[bool] = False
+
+
+class HonestNative(Native):
+    """Does not repeat itself, says so, and gives its state."""
+
+    deterministic: ClassVar[bool] = False
+
+    def reset(self, *, seed: int, task: dict[str, Any]) -> Observation:
+        return super().reset(seed=time.time_ns(), task=task)
+
+
+class HonestUncopyable(Honest):
+    """Can be forked in no way."""
+
+    copyable: ClassVar[bool] = False
 
 
 class Waiting(Environment):

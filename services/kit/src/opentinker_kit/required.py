@@ -38,8 +38,15 @@ def is_checked_by(handler: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class _Required:
+    name: str
+    repeated: bool
+    has_presence: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Child:
-    field: FieldDescriptor
+    name: str
     repeated: bool
     is_map: bool
 
@@ -48,12 +55,14 @@ class _Child:
 class _Plan:
     """What to look at in one message type; both empty: nothing below it is required."""
 
-    required: tuple[FieldDescriptor, ...]
+    required: tuple[_Required, ...]
     children: tuple[_Child, ...]
 
 
 def check_required(message: Message) -> None:
     """Raise ServiceError REQUIRED_FIELD naming every required field that is missing (up to 12)."""
+    if _is_complete(message):
+        return
     missing: list[str] = []
     for path in _missing(message, ""):
         missing.append(path)
@@ -68,6 +77,24 @@ def check_required(message: Message) -> None:
         )
 
 
+def _is_complete(message: Message) -> bool:
+    # Almost every message is; finding out costs less than naming what is missing.
+    plan = _plan(message.DESCRIPTOR)
+    for field in plan.required:
+        if not _is_set(message, field):
+            return False
+    for child in plan.children:
+        if not child.repeated:
+            if message.HasField(child.name) and not _is_complete(getattr(message, child.name)):
+                return False
+            continue
+        below = getattr(message, child.name)
+        for item in below.values() if child.is_map else below:
+            if not _is_complete(item):
+                return False
+    return True
+
+
 def _missing(message: Message, prefix: str) -> Iterator[str]:
     plan = _plan(message.DESCRIPTOR)
     for field in plan.required:
@@ -79,7 +106,7 @@ def _missing(message: Message, prefix: str) -> Iterator[str]:
 
 
 def _items(message: Message, child: _Child) -> Iterator[tuple[str, Message]]:
-    name = child.field.name
+    name = child.name
     value: Any = getattr(message, name)
     if child.is_map:
         for key in value:
@@ -91,20 +118,23 @@ def _items(message: Message, child: _Child) -> Iterator[tuple[str, Message]]:
         yield name, value
 
 
-def _is_set(message: Message, field: FieldDescriptor) -> bool:
-    if field.is_repeated:
-        return len(getattr(message, field.name)) > 0
+def _is_set(message: Message, field: _Required) -> bool:
     if field.has_presence:
         return message.HasField(field.name)
-    return bool(getattr(message, field.name))
+    value = getattr(message, field.name)
+    return len(value) > 0 if field.repeated else bool(value)
 
 
 @cache
 def _plan(descriptor: Descriptor) -> _Plan:
     return _Plan(
-        required=tuple(field for field in descriptor.fields if _is_required(field)),
+        required=tuple(
+            _Required(field.name, field.is_repeated, field.has_presence)
+            for field in descriptor.fields
+            if _is_required(field)
+        ),
         children=tuple(
-            _Child(field, field.is_repeated, _is_map(field))
+            _Child(field.name, field.is_repeated, _is_map(field))
             for field in descriptor.fields
             if (below := _message_below(field)) is not None and _needs_looking(below)
         ),

@@ -5,6 +5,8 @@ import warnings
 
 from opentinkerapi.env.v1 import capabilities_pb2 as opentinkerapi_dot_env_dot_v1_dot_capabilities__pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2
+from opentinkerapi.env.v1 import package_pb2 as opentinkerapi_dot_env_dot_v1_dot_package__pb2
+from opentinkerapi.env.v1 import snapshot_pb2 as opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2
 
 GRPC_GENERATED_VERSION = '1.80.1'
 GRPC_VERSION = grpc.__version__
@@ -56,6 +58,36 @@ class EnvHostServiceStub(object):
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksResponse.FromString,
                 _registered_method=True)
+        self.UploadPackage = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/UploadPackage',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageResponse.FromString,
+                _registered_method=True)
+        self.ListEnvironmentVersions = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/ListEnvironmentVersions',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsResponse.FromString,
+                _registered_method=True)
+        self.GetEnvironmentVersion = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentVersion',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionResponse.FromString,
+                _registered_method=True)
+        self.DeleteEnvironmentVersion = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/DeleteEnvironmentVersion',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionResponse.FromString,
+                _registered_method=True)
+        self.GetEnvironmentLog = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentLog',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogResponse.FromString,
+                _registered_method=True)
+        self.ProbeEnvironment = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/ProbeEnvironment',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentResponse.FromString,
+                _registered_method=True)
         self.OpenGroup = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/OpenGroup',
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.OpenGroupRequest.SerializeToString,
@@ -80,6 +112,21 @@ class EnvHostServiceStub(object):
                 '/opentinkerapi.env.v1.EnvHostService/Drive',
                 request_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.SerializeToString,
                 response_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/Snapshot',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotResponse.FromString,
+                _registered_method=True)
+        self.Fork = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/Fork',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkResponse.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/opentinkerapi.env.v1.EnvHostService/Restore',
+                request_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreResponse.FromString,
                 _registered_method=True)
         self.CloseEpisodes = channel.unary_unary(
                 '/opentinkerapi.env.v1.EnvHostService/CloseEpisodes',
@@ -133,6 +180,60 @@ class EnvHostServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UploadPackage(self, request, context):
+        """UploadPackage adds a version of an environment of the caller's project. It is built after the answer: see GetEnvironmentVersion.
+        Errors: INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, MISSING_DEPENDENCY, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Retry: safe with the same request_id; the same content again is the same version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEnvironmentVersions(self, request, context):
+        """ListEnvironmentVersions lists what the caller's project uploaded.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEnvironmentVersion(self, request, context):
+        """GetEnvironmentVersion returns a version, with the state of its build.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteEnvironmentVersion(self, request, context):
+        """DeleteEnvironmentVersion removes a version that no open episode is of. Its number is not given again.
+        Errors: INVALID_FIELD, INVALID_STATE, SERVER_STARTING.
+        Retry: safe; one that does not exist is passed over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEnvironmentLog(self, request, context):
+        """GetEnvironmentLog returns the ends of what a version's build and its workers wrote.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+        Retry: safe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProbeEnvironment(self, request, context):
+        """ProbeEnvironment plays an environment in processes of its own and reports whether it repeats itself, heeds its seed and gives valid rewards, and how long it takes.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+        Retry: safe; it changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenGroup(self, request, context):
         """OpenGroup opens the episodes of one group of one task, without beginning them.
         Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
@@ -172,7 +273,34 @@ class EnvHostServiceServicer(object):
     def Drive(self, request_iterator, context):
         """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
         Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
-        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+        Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Snapshot takes the state of an episode, in the best way that its environment allows.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fork(self, request, context):
+        """Fork opens episodes that go on from a snapshot.
+        Errors: SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Restore takes an episode back to a snapshot of it.
+        Errors: EPISODE_NOT_FOUND, SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,6 +347,36 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksRequest.FromString,
                     response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksResponse.SerializeToString,
             ),
+            'UploadPackage': grpc.unary_unary_rpc_method_handler(
+                    servicer.UploadPackage,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageResponse.SerializeToString,
+            ),
+            'ListEnvironmentVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEnvironmentVersions,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsResponse.SerializeToString,
+            ),
+            'GetEnvironmentVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEnvironmentVersion,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionResponse.SerializeToString,
+            ),
+            'DeleteEnvironmentVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteEnvironmentVersion,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionResponse.SerializeToString,
+            ),
+            'GetEnvironmentLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEnvironmentLog,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogResponse.SerializeToString,
+            ),
+            'ProbeEnvironment': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeEnvironment,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentResponse.SerializeToString,
+            ),
             'OpenGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenGroup,
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.OpenGroupRequest.FromString,
@@ -243,6 +401,21 @@ def add_EnvHostServiceServicer_to_server(servicer, server):
                     servicer.Drive,
                     request_deserializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.FromString,
                     response_serializer=opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'Fork': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fork,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreRequest.FromString,
+                    response_serializer=opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreResponse.SerializeToString,
             ),
             'CloseEpisodes': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseEpisodes,
@@ -364,6 +537,168 @@ class EnvHostService(object):
             '/opentinkerapi.env.v1.EnvHostService/ListTasks',
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksRequest.SerializeToString,
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.ListTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadPackage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/UploadPackage',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.UploadPackageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEnvironmentVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/ListEnvironmentVersions',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ListEnvironmentVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEnvironmentVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentVersion',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteEnvironmentVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/DeleteEnvironmentVersion',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.DeleteEnvironmentVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEnvironmentLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/GetEnvironmentLog',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.GetEnvironmentLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeEnvironment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/ProbeEnvironment',
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_package__pb2.ProbeEnvironmentResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -499,6 +834,87 @@ class EnvHostService(object):
             '/opentinkerapi.env.v1.EnvHostService/Drive',
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveRequest.SerializeToString,
             opentinkerapi_dot_env_dot_v1_dot_env__host__service__pb2.DriveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Snapshot',
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Fork',
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.ForkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinkerapi.env.v1.EnvHostService/Restore',
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreRequest.SerializeToString,
+            opentinkerapi_dot_env_dot_v1_dot_snapshot__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,8 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from opentinkerapi.env.v1 import capabilities_pb2 as _capabilities_pb2
 from opentinkerapi.env.v1 import env_host_service_pb2 as _env_host_service_pb2
+from opentinkerapi.env.v1 import package_pb2 as _package_pb2
+from opentinkerapi.env.v1 import snapshot_pb2 as _snapshot_pb2
 import abc as _abc_1
 
 
@@ -37,6 +39,36 @@ class EnvHostServiceStub:
     Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, INVALID_PAGE_TOKEN, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING.
     Retry: safe.
     """
+    UploadPackage: _aio.UnaryUnaryMultiCallable[_package_pb2.UploadPackageRequest, _package_pb2.UploadPackageResponse]
+    """UploadPackage adds a version of an environment of the caller's project. It is built after the answer: see GetEnvironmentVersion.
+    Errors: INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, MISSING_DEPENDENCY, STORAGE_FULL, SERVER_STARTING, DRAINING.
+    Retry: safe with the same request_id; the same content again is the same version.
+    """
+    ListEnvironmentVersions: _aio.UnaryUnaryMultiCallable[_package_pb2.ListEnvironmentVersionsRequest, _package_pb2.ListEnvironmentVersionsResponse]
+    """ListEnvironmentVersions lists what the caller's project uploaded.
+    Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
+    Retry: safe.
+    """
+    GetEnvironmentVersion: _aio.UnaryUnaryMultiCallable[_package_pb2.GetEnvironmentVersionRequest, _package_pb2.GetEnvironmentVersionResponse]
+    """GetEnvironmentVersion returns a version, with the state of its build.
+    Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+    Retry: safe.
+    """
+    DeleteEnvironmentVersion: _aio.UnaryUnaryMultiCallable[_package_pb2.DeleteEnvironmentVersionRequest, _package_pb2.DeleteEnvironmentVersionResponse]
+    """DeleteEnvironmentVersion removes a version that no open episode is of. Its number is not given again.
+    Errors: INVALID_FIELD, INVALID_STATE, SERVER_STARTING.
+    Retry: safe; one that does not exist is passed over.
+    """
+    GetEnvironmentLog: _aio.UnaryUnaryMultiCallable[_package_pb2.GetEnvironmentLogRequest, _package_pb2.GetEnvironmentLogResponse]
+    """GetEnvironmentLog returns the ends of what a version's build and its workers wrote.
+    Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+    Retry: safe.
+    """
+    ProbeEnvironment: _aio.UnaryUnaryMultiCallable[_package_pb2.ProbeEnvironmentRequest, _package_pb2.ProbeEnvironmentResponse]
+    """ProbeEnvironment plays an environment in processes of its own and reports whether it repeats itself, heeds its seed and gives valid rewards, and how long it takes.
+    Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+    Retry: safe; it changes nothing.
+    """
     OpenGroup: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.OpenGroupRequest, _env_host_service_pb2.OpenGroupResponse]
     """OpenGroup opens the episodes of one group of one task, without beginning them.
     Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
@@ -60,7 +92,22 @@ class EnvHostServiceStub:
     Drive: _aio.StreamStreamMultiCallable[_env_host_service_pb2.DriveRequest, _env_host_service_pb2.DriveResponse]
     """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
     Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
-    Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+    Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
+    """
+    Snapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.SnapshotRequest, _snapshot_pb2.SnapshotResponse]
+    """Snapshot takes the state of an episode, in the best way that its environment allows.
+    Errors: EPISODE_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+    Retry: safe with the same request_id.
+    """
+    Fork: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.ForkRequest, _snapshot_pb2.ForkResponse]
+    """Fork opens episodes that go on from a snapshot.
+    Errors: SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+    Retry: safe with the same request_id.
+    """
+    Restore: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.RestoreRequest, _snapshot_pb2.RestoreResponse]
+    """Restore takes an episode back to a snapshot of it.
+    Errors: EPISODE_NOT_FOUND, SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+    Retry: safe with the same request_id.
     """
     CloseEpisodes: _aio.UnaryUnaryMultiCallable[_env_host_service_pb2.CloseEpisodesRequest, _env_host_service_pb2.CloseEpisodesResponse]
     """CloseEpisodes frees episodes.
@@ -121,6 +168,72 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def UploadPackage(
+        self,
+        request: _package_pb2.UploadPackageRequest,
+        context: _aio.ServicerContext[_package_pb2.UploadPackageRequest, _abc.Awaitable[_package_pb2.UploadPackageResponse]],
+    ) -> _abc.Awaitable[_package_pb2.UploadPackageResponse]:
+        """UploadPackage adds a version of an environment of the caller's project. It is built after the answer: see GetEnvironmentVersion.
+        Errors: INVALID_FIELD, REQUEST_ID_REUSED, QUOTA_EXCEEDED, MISSING_DEPENDENCY, STORAGE_FULL, SERVER_STARTING, DRAINING.
+        Retry: safe with the same request_id; the same content again is the same version.
+        """
+
+    @_abc_1.abstractmethod
+    def ListEnvironmentVersions(
+        self,
+        request: _package_pb2.ListEnvironmentVersionsRequest,
+        context: _aio.ServicerContext[_package_pb2.ListEnvironmentVersionsRequest, _abc.Awaitable[_package_pb2.ListEnvironmentVersionsResponse]],
+    ) -> _abc.Awaitable[_package_pb2.ListEnvironmentVersionsResponse]:
+        """ListEnvironmentVersions lists what the caller's project uploaded.
+        Errors: INVALID_FIELD, INVALID_PAGE_TOKEN, SERVER_STARTING.
+        Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def GetEnvironmentVersion(
+        self,
+        request: _package_pb2.GetEnvironmentVersionRequest,
+        context: _aio.ServicerContext[_package_pb2.GetEnvironmentVersionRequest, _abc.Awaitable[_package_pb2.GetEnvironmentVersionResponse]],
+    ) -> _abc.Awaitable[_package_pb2.GetEnvironmentVersionResponse]:
+        """GetEnvironmentVersion returns a version, with the state of its build.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+        Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteEnvironmentVersion(
+        self,
+        request: _package_pb2.DeleteEnvironmentVersionRequest,
+        context: _aio.ServicerContext[_package_pb2.DeleteEnvironmentVersionRequest, _abc.Awaitable[_package_pb2.DeleteEnvironmentVersionResponse]],
+    ) -> _abc.Awaitable[_package_pb2.DeleteEnvironmentVersionResponse]:
+        """DeleteEnvironmentVersion removes a version that no open episode is of. Its number is not given again.
+        Errors: INVALID_FIELD, INVALID_STATE, SERVER_STARTING.
+        Retry: safe; one that does not exist is passed over.
+        """
+
+    @_abc_1.abstractmethod
+    def GetEnvironmentLog(
+        self,
+        request: _package_pb2.GetEnvironmentLogRequest,
+        context: _aio.ServicerContext[_package_pb2.GetEnvironmentLogRequest, _abc.Awaitable[_package_pb2.GetEnvironmentLogResponse]],
+    ) -> _abc.Awaitable[_package_pb2.GetEnvironmentLogResponse]:
+        """GetEnvironmentLog returns the ends of what a version's build and its workers wrote.
+        Errors: ENVIRONMENT_NOT_FOUND, INVALID_FIELD, SERVER_STARTING.
+        Retry: safe.
+        """
+
+    @_abc_1.abstractmethod
+    def ProbeEnvironment(
+        self,
+        request: _package_pb2.ProbeEnvironmentRequest,
+        context: _aio.ServicerContext[_package_pb2.ProbeEnvironmentRequest, _abc.Awaitable[_package_pb2.ProbeEnvironmentResponse]],
+    ) -> _abc.Awaitable[_package_pb2.ProbeEnvironmentResponse]:
+        """ProbeEnvironment plays an environment in processes of its own and reports whether it repeats itself, heeds its seed and gives valid rewards, and how long it takes.
+        Errors: UNKNOWN_ENVIRONMENT, MISSING_DEPENDENCY, INVALID_FIELD, OVERLOADED, ENV_CRASHED, STEP_TIMEOUT, SERVER_STARTING, DRAINING.
+        Retry: safe; it changes nothing.
+        """
+
+    @_abc_1.abstractmethod
     def OpenGroup(
         self,
         request: _env_host_service_pb2.OpenGroupRequest,
@@ -172,7 +285,40 @@ class EnvHostServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_env_host_service_pb2.DriveResponse]:
         """Drive plays many episodes over one stream: many calls a message both ways, answered in no order, each as soon as it can be. A call means what Begin, Step or Finalize means; an error of one is its reply and leaves the stream open.
         Errors: INVALID_FIELD, DRAINING, STALE_ATTEMPT.
-        Retry: calls that a broken stream left unanswered are made again on another one; nothing is played twice.
+        Retry: open a new stream and make the calls again that the broken one left unanswered; nothing is played twice.
+        """
+
+    @_abc_1.abstractmethod
+    def Snapshot(
+        self,
+        request: _snapshot_pb2.SnapshotRequest,
+        context: _aio.ServicerContext[_snapshot_pb2.SnapshotRequest, _abc.Awaitable[_snapshot_pb2.SnapshotResponse]],
+    ) -> _abc.Awaitable[_snapshot_pb2.SnapshotResponse]:
+        """Snapshot takes the state of an episode, in the best way that its environment allows.
+        Errors: EPISODE_NOT_FOUND, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, ENV_CRASHED, STEP_TIMEOUT, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+
+    @_abc_1.abstractmethod
+    def Fork(
+        self,
+        request: _snapshot_pb2.ForkRequest,
+        context: _aio.ServicerContext[_snapshot_pb2.ForkRequest, _abc.Awaitable[_snapshot_pb2.ForkResponse]],
+    ) -> _abc.Awaitable[_snapshot_pb2.ForkResponse]:
+        """Fork opens episodes that go on from a snapshot.
+        Errors: SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, QUOTA_EXCEEDED, OVERLOADED, SERVER_STARTING, DRAINING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
+        """
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _snapshot_pb2.RestoreRequest,
+        context: _aio.ServicerContext[_snapshot_pb2.RestoreRequest, _abc.Awaitable[_snapshot_pb2.RestoreResponse]],
+    ) -> _abc.Awaitable[_snapshot_pb2.RestoreResponse]:
+        """Restore takes an episode back to a snapshot of it.
+        Errors: EPISODE_NOT_FOUND, SNAPSHOT_NOT_FOUND, INVALID_FIELD, INVALID_STATE, REQUEST_ID_REUSED, OVERLOADED, SERVER_STARTING, STALE_ATTEMPT.
+        Retry: safe with the same request_id.
         """
 
     @_abc_1.abstractmethod

@@ -24,11 +24,12 @@ _sym_db = _symbol_database.Default()
 
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 from google.api import resource_pb2 as google_dot_api_dot_resource__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from opentinkerapi.data.v1 import content_pb2 as opentinkerapi_dot_data_dot_v1_dot_content__pb2
 from opentinkerapi.data.v1 import trajectory_pb2 as opentinkerapi_dot_data_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&opentinkerapi/env/v1/environment.proto\x12\x14opentinkerapi.env.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a#opentinkerapi/data/v1/content.proto\x1a&opentinkerapi/data/v1/trajectory.proto\"\x8c\x02\n\x0b\x45nvironment\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x19\n\x0b\x64\x65scription\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07version\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x17\n\tmax_turns\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rdeterministic\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06splits\x18\x06 \x03(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06\x61gents\x18\x07 \x03(\tB\x04\xe2\x41\x01\x03\x12\x18\n\ntools_json\x18\x08 \x03(\tB\x04\xe2\x41\x01\x03:;\xea\x41\x38\n\x1aopentinker.dev/Environment\x12\x1a\x65nvironments/{environment}\"\xc8\x01\n\x0bObservation\x12\x37\n\x07\x63ontent\x18\x01 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.ContentB\x04\xe2\x41\x01\x03H\x00\x12;\n\x04\x63hat\x18\x02 \x01(\x0b\x32%.opentinkerapi.env.v1.ChatObservationB\x04\xe2\x41\x01\x03H\x00\x12\x17\n\tinfo_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rlegal_actions\x18\x04 \x03(\tB\x04\xe2\x41\x01\x03\x42\r\n\x0bobservation\"M\n\x0f\x43hatObservation\x12:\n\x08messages\x18\x01 \x03(\x0b\x32\".opentinkerapi.data.v1.ChatMessageB\x04\xe2\x41\x01\x03\"z\n\x06\x41\x63tion\x12\x35\n\x07\x63ontent\x18\x01 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.ContentB\x04\xe2\x41\x01\x01\x12\x39\n\ntool_calls\x18\x02 \x03(\x0b\x32\x1f.opentinkerapi.data.v1.ToolCallB\x04\xe2\x41\x01\x01\"e\n\x10\x41gentObservation\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12<\n\x0bobservation\x18\x02 \x01(\x0b\x32!.opentinkerapi.env.v1.ObservationB\x04\xe2\x41\x01\x03\"W\n\x0b\x41gentReward\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x33\n\x06reward\x18\x02 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.RewardB\x04\xe2\x41\x01\x03\"[\n\x08\x41gentEnd\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12:\n\nend_reason\x18\x02 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x03\"V\n\x0b\x41gentAction\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\x06\x61\x63tion\x18\x02 \x01(\x0b\x32\x1c.opentinkerapi.env.v1.ActionB\x04\xe2\x41\x01\x02\x42P\n\x19\x64\x65v.opentinker.api.env.v1B\x10\x45nvironmentProtoP\x01Z\x1fopentinker.dev/api/env/v1;envv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&opentinkerapi/env/v1/environment.proto\x12\x14opentinkerapi.env.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a\x1egoogle/protobuf/duration.proto\x1a#opentinkerapi/data/v1/content.proto\x1a&opentinkerapi/data/v1/trajectory.proto\"\xff\x02\n\x0b\x45nvironment\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x19\n\x0b\x64\x65scription\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x15\n\x07version\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x17\n\tmax_turns\x18\x04 \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x1b\n\rdeterministic\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06splits\x18\x06 \x03(\tB\x04\xe2\x41\x01\x03\x12\x14\n\x06\x61gents\x18\x07 \x03(\tB\x04\xe2\x41\x01\x03\x12\x18\n\ntools_json\x18\x08 \x03(\tB\x04\xe2\x41\x01\x03\x12\x34\n\x0brun_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x03\x12;\n\tsnapshots\x18\n \x01(\x0e\x32\".opentinkerapi.env.v1.SnapshotKindB\x04\xe2\x41\x01\x03:;\xea\x41\x38\n\x1aopentinker.dev/Environment\x12\x1a\x65nvironments/{environment}\"\xc8\x01\n\x0bObservation\x12\x37\n\x07\x63ontent\x18\x01 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.ContentB\x04\xe2\x41\x01\x03H\x00\x12;\n\x04\x63hat\x18\x02 \x01(\x0b\x32%.opentinkerapi.env.v1.ChatObservationB\x04\xe2\x41\x01\x03H\x00\x12\x17\n\tinfo_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1b\n\rlegal_actions\x18\x04 \x03(\tB\x04\xe2\x41\x01\x03\x42\r\n\x0bobservation\"M\n\x0f\x43hatObservation\x12:\n\x08messages\x18\x01 \x03(\x0b\x32\".opentinkerapi.data.v1.ChatMessageB\x04\xe2\x41\x01\x03\"z\n\x06\x41\x63tion\x12\x35\n\x07\x63ontent\x18\x01 \x01(\x0b\x32\x1e.opentinkerapi.data.v1.ContentB\x04\xe2\x41\x01\x01\x12\x39\n\ntool_calls\x18\x02 \x03(\x0b\x32\x1f.opentinkerapi.data.v1.ToolCallB\x04\xe2\x41\x01\x01\"e\n\x10\x41gentObservation\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12<\n\x0bobservation\x18\x02 \x01(\x0b\x32!.opentinkerapi.env.v1.ObservationB\x04\xe2\x41\x01\x03\"W\n\x0b\x41gentReward\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12\x33\n\x06reward\x18\x02 \x01(\x0b\x32\x1d.opentinkerapi.data.v1.RewardB\x04\xe2\x41\x01\x03\"[\n\x08\x41gentEnd\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x03\x12:\n\nend_reason\x18\x02 \x01(\x0e\x32 .opentinkerapi.data.v1.EndReasonB\x04\xe2\x41\x01\x03\"V\n\x0b\x41gentAction\x12\x13\n\x05\x61gent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x32\n\x06\x61\x63tion\x18\x02 \x01(\x0b\x32\x1c.opentinkerapi.env.v1.ActionB\x04\xe2\x41\x01\x02*\x91\x01\n\x0cSnapshotKind\x12\x1d\n\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12SNAPSHOT_KIND_NONE\x10\x01\x12\x18\n\x14SNAPSHOT_KIND_NATIVE\x10\x02\x12\x16\n\x12SNAPSHOT_KIND_COPY\x10\x03\x12\x18\n\x14SNAPSHOT_KIND_REPLAY\x10\x04\x42P\n\x19\x64\x65v.opentinker.api.env.v1B\x10\x45nvironmentProtoP\x01Z\x1fopentinker.dev/api/env/v1;envv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,6 +53,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENVIRONMENT'].fields_by_name['agents']._serialized_options = b'\342A\001\003'
   _globals['_ENVIRONMENT'].fields_by_name['tools_json']._loaded_options = None
   _globals['_ENVIRONMENT'].fields_by_name['tools_json']._serialized_options = b'\342A\001\003'
+  _globals['_ENVIRONMENT'].fields_by_name['run_timeout']._loaded_options = None
+  _globals['_ENVIRONMENT'].fields_by_name['run_timeout']._serialized_options = b'\342A\001\003'
+  _globals['_ENVIRONMENT'].fields_by_name['snapshots']._loaded_options = None
+  _globals['_ENVIRONMENT'].fields_by_name['snapshots']._serialized_options = b'\342A\001\003'
   _globals['_ENVIRONMENT']._loaded_options = None
   _globals['_ENVIRONMENT']._serialized_options = b'\352A8\n\032opentinker.dev/Environment\022\032environments/{environment}'
   _globals['_OBSERVATION'].fields_by_name['content']._loaded_options = None
@@ -84,20 +89,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTACTION'].fields_by_name['agent']._serialized_options = b'\342A\001\001'
   _globals['_AGENTACTION'].fields_by_name['action']._loaded_options = None
   _globals['_AGENTACTION'].fields_by_name['action']._serialized_options = b'\342A\001\002'
-  _globals['_ENVIRONMENT']._serialized_start=202
-  _globals['_ENVIRONMENT']._serialized_end=470
-  _globals['_OBSERVATION']._serialized_start=473
-  _globals['_OBSERVATION']._serialized_end=673
-  _globals['_CHATOBSERVATION']._serialized_start=675
-  _globals['_CHATOBSERVATION']._serialized_end=752
-  _globals['_ACTION']._serialized_start=754
-  _globals['_ACTION']._serialized_end=876
-  _globals['_AGENTOBSERVATION']._serialized_start=878
-  _globals['_AGENTOBSERVATION']._serialized_end=979
-  _globals['_AGENTREWARD']._serialized_start=981
-  _globals['_AGENTREWARD']._serialized_end=1068
-  _globals['_AGENTEND']._serialized_start=1070
-  _globals['_AGENTEND']._serialized_end=1161
-  _globals['_AGENTACTION']._serialized_start=1163
-  _globals['_AGENTACTION']._serialized_end=1249
+  _globals['_SNAPSHOTKIND']._serialized_start=1399
+  _globals['_SNAPSHOTKIND']._serialized_end=1544
+  _globals['_ENVIRONMENT']._serialized_start=234
+  _globals['_ENVIRONMENT']._serialized_end=617
+  _globals['_OBSERVATION']._serialized_start=620
+  _globals['_OBSERVATION']._serialized_end=820
+  _globals['_CHATOBSERVATION']._serialized_start=822
+  _globals['_CHATOBSERVATION']._serialized_end=899
+  _globals['_ACTION']._serialized_start=901
+  _globals['_ACTION']._serialized_end=1023
+  _globals['_AGENTOBSERVATION']._serialized_start=1025
+  _globals['_AGENTOBSERVATION']._serialized_end=1126
+  _globals['_AGENTREWARD']._serialized_start=1128
+  _globals['_AGENTREWARD']._serialized_end=1215
+  _globals['_AGENTEND']._serialized_start=1217
+  _globals['_AGENTEND']._serialized_end=1308
+  _globals['_AGENTACTION']._serialized_start=1310
+  _globals['_AGENTACTION']._serialized_end=1396
 # @@protoc_insertion_point(module_scope)

@@ -5,8 +5,10 @@ Environments and episodes."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from opentinkerapi.data.v1 import content_pb2 as _content_pb2
 from opentinkerapi.data.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
@@ -19,6 +21,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SnapshotKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SnapshotKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SnapshotKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SNAPSHOT_KIND_UNSPECIFIED: _SnapshotKind.ValueType  # 0
+    """Not set."""
+    SNAPSHOT_KIND_NONE: _SnapshotKind.ValueType  # 1
+    """Not at all."""
+    SNAPSHOT_KIND_NATIVE: _SnapshotKind.ValueType  # 2
+    """By the environment's own methods."""
+    SNAPSHOT_KIND_COPY: _SnapshotKind.ValueType  # 3
+    """As a copy of its objects, in the worker that has them."""
+    SNAPSHOT_KIND_REPLAY: _SnapshotKind.ValueType  # 4
+    """By playing the same seed and actions again, when the next step is asked for; its answers are compared."""
+
+class SnapshotKind(_SnapshotKind, metaclass=_SnapshotKindEnumTypeWrapper):
+    """SnapshotKind says how the state of an episode is taken and given back."""
+
+SNAPSHOT_KIND_UNSPECIFIED: SnapshotKind.ValueType  # 0
+"""Not set."""
+SNAPSHOT_KIND_NONE: SnapshotKind.ValueType  # 1
+"""Not at all."""
+SNAPSHOT_KIND_NATIVE: SnapshotKind.ValueType  # 2
+"""By the environment's own methods."""
+SNAPSHOT_KIND_COPY: SnapshotKind.ValueType  # 3
+"""As a copy of its objects, in the worker that has them."""
+SNAPSHOT_KIND_REPLAY: SnapshotKind.ValueType  # 4
+"""By playing the same seed and actions again, when the next step is asked for; its answers are compared."""
+Global___SnapshotKind: _TypeAlias = SnapshotKind  # noqa: Y015
 
 @_typing.final
 class Environment(_message.Message):
@@ -34,6 +68,8 @@ class Environment(_message.Message):
     SPLITS_FIELD_NUMBER: _builtins.int
     AGENTS_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"environments/{environment}"."""
     description: _builtins.str
@@ -44,6 +80,8 @@ class Environment(_message.Message):
     """Turns after which it ends by itself; 0 where it does not."""
     deterministic: _builtins.bool
     """The same seed and actions give the same episode."""
+    snapshots: Global___SnapshotKind.ValueType
+    """The best way to take a snapshot of it, which is tried first; the answer of Snapshot says what it came to."""
     @_builtins.property
     def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Task splits, "train" and "test" for example; empty where tasks come from the seed."""
@@ -56,6 +94,10 @@ class Environment(_message.Message):
     def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tools that models may call, each a JSON schema in OpenAI's shape."""
 
+    @_builtins.property
+    def run_timeout(self) -> _duration_pb2.Duration:
+        """Where it is set the environment owns the model loop: its only step is a run, whose action is the JSON of an OpenAI endpoint (base_url, api_key, model), and takes at most so long."""
+
     def __init__(
         self,
         *,
@@ -67,10 +109,12 @@ class Environment(_message.Message):
         splits: _abc.Iterable[_builtins.str] | None = ...,
         agents: _abc.Iterable[_builtins.str] | None = ...,
         tools_json: _abc.Iterable[_builtins.str] | None = ...,
+        run_timeout: _duration_pb2.Duration | None = ...,
+        snapshots: Global___SnapshotKind.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run_timeout", b"run_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "description", b"description", "deterministic", b"deterministic", "max_turns", b"max_turns", "name", b"name", "splits", b"splits", "tools_json", b"tools_json", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "description", b"description", "deterministic", b"deterministic", "max_turns", b"max_turns", "name", b"name", "run_timeout", b"run_timeout", "snapshots", b"snapshots", "splits", b"splits", "tools_json", b"tools_json", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

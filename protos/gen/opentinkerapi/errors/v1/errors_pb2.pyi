@@ -90,6 +90,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """No such user. NOT_FOUND."""
     ERROR_REASON_API_KEY_NOT_FOUND: _ErrorReason.ValueType  # 47
     """No such API key, or none of the caller's. NOT_FOUND."""
+    ERROR_REASON_SNAPSHOT_NOT_FOUND: _ErrorReason.ValueType  # 48
+    """No such snapshot of an episode, or nobody used it for long. NOT_FOUND."""
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 50
     """The request id was used with another body. ALREADY_EXISTS."""
     ERROR_REASON_SEQ_REUSED: _ErrorReason.ValueType  # 51
@@ -228,6 +230,8 @@ ERROR_REASON_USER_NOT_FOUND: ErrorReason.ValueType  # 46
 """No such user. NOT_FOUND."""
 ERROR_REASON_API_KEY_NOT_FOUND: ErrorReason.ValueType  # 47
 """No such API key, or none of the caller's. NOT_FOUND."""
+ERROR_REASON_SNAPSHOT_NOT_FOUND: ErrorReason.ValueType  # 48
+"""No such snapshot of an episode, or nobody used it for long. NOT_FOUND."""
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 50
 """The request id was used with another body. ALREADY_EXISTS."""
 ERROR_REASON_SEQ_REUSED: ErrorReason.ValueType  # 51

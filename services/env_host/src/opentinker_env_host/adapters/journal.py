@@ -1,9 +1,10 @@
 """What episodes were made of and what they answered, in a file, for a host that is started again.
 
-Lines of JSON, each written before the caller is answered: whatever a caller has seen is here, even if the
-process is killed then. (A machine that loses its power may lose the last lines; clients then play those episodes
-anew.) The file is rewritten with what is still open when it is read and when it has grown. A disk that is full ends
-no episode: the file is given up, and written anew once there is room.
+Lines of JSON, written by `flush` before callers are answered, those of many answers at once: whatever a
+caller has seen is here, even if the process is killed then. (A machine that loses its power may lose the last
+lines; clients then play those episodes anew.) The file is rewritten with what is still open when it is read
+and when it has grown. A disk that is full ends no episode: the file is given up, and written anew once there
+is room.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ from opentinker_env_host.domain.episode import Episode, Recipe, Turn
 log = structlog.get_logger()
 
 REWRITE_BYTES = 64 << 20
-_BATCH_BYTES = 1 << 20
+_BATCH_LINES = 10_000
 
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -38,6 +39,7 @@ class FileJournal:
         self._lock = -1
         self._size = 0
         self._grown = 0
+        self._waiting: list[bytes] = []
         self._given_up = False
 
     def load(self) -> list[Episode]:
@@ -61,34 +63,54 @@ class FileJournal:
 
     def opened(self, episodes: Iterable[Episode]) -> None:
         """Episodes were opened."""
-        self._write([_opening(episode) for episode in episodes])
+        self._add(map(_opening, episodes))
 
     def begun(self, episode: Episode) -> None:
         """The first observation was given."""
-        self._write([["begin", episode.name, episode.first_digest]])
+        self._add([["begin", episode.name, episode.first_digest]])
+
+    def moved(self, episode: Episode) -> None:
+        """The episode was forked from a snapshot, or taken back to one."""
+        self._add([["close", episode.name], *_whole(episode)])
 
     def stepped(self, episode: Episode) -> None:
         """A step was answered."""
-        self._write([_stepping(episode.name, episode.last_seq, episode)])
+        self._add([_stepping(episode.name, episode.last_seq, episode)])
 
     def closed(self, name: str) -> None:
         """An episode is over, for whatever reason."""
-        self._write([["close", name]])
+        self._add([["close", name]])
+
+    def flush(self) -> None:
+        """Have what was told so far in the file."""
+        waiting, self._waiting = self._waiting, []
+        if waiting and self._fd >= 0:
+            try:
+                self._append(b"".join(waiting))
+            except OSError as error:
+                self._give_up(error)
 
     def tidy(self, episodes: Iterable[Episode]) -> None:
         """Rewrite the file with these, which are all that are open, if it has grown enough."""
+        self.flush()
         if self._given_up or (self._fd >= 0 and self._grown > max(self._rewrite_bytes, self._size)):
             self.rewrite(episodes)
 
     def rewrite(self, episodes: Iterable[Episode]) -> None:
         """Have the file hold these and nothing else."""
         new = self._path.with_suffix(".new")
+        # They are as they are now, whatever of it was still to be written.
+        self._waiting.clear()
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd, self._given_up = fd, False
-            self._write(line for episode in episodes for line in _whole(episode))
+            for episode in episodes:
+                self._add(_whole(episode))
+                if len(self._waiting) > _BATCH_LINES:
+                    self.flush()
+            self.flush()
             if self._fd < 0:
                 return
             os.replace(new, self._path)
@@ -98,6 +120,7 @@ class FileJournal:
 
     def close(self) -> None:
         """Write no more; the file stays."""
+        self.flush()
         for fd in (self._fd, self._lock):
             if fd >= 0:
                 os.close(fd)
@@ -114,21 +137,9 @@ class FileJournal:
             self._lock = -1
         return self._lock >= 0
 
-    def _write(self, lines: Iterable[list[Any]]) -> None:
-        if self._fd < 0:
-            return
-        batch: list[bytes] = []
-        size = 0
-        try:
-            for line in lines:
-                batch.append(_dump(line).encode() + b"\n")
-                size += len(batch[-1])
-                if size > _BATCH_BYTES:
-                    self._append(b"".join(batch))
-                    batch, size = [], 0
-            self._append(b"".join(batch))
-        except OSError as error:
-            self._give_up(error)
+    def _add(self, lines: Iterable[list[Any]]) -> None:
+        if self._fd >= 0:
+            self._waiting += [_dump(line).encode() + b"\n" for line in lines]
 
     def _give_up(self, error: OSError) -> None:
         if not self._given_up:

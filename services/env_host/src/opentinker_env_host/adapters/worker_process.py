@@ -21,6 +21,7 @@ import structlog
 
 from opentinker_env_host.adapters import frames
 from opentinker_env_host.adapters.frames import FrameReader
+from opentinker_env_host.adapters.jails import JailedProgram
 from opentinker_env_host.ports import (
     EnvironmentFacts,
     EnvironmentRaised,
@@ -58,10 +59,19 @@ class ProcessWorker:
     the event loop, the others are late for no fault of theirs, and it alone is timed.
     """
 
-    def __init__(self, name: str, process: Process, frames_in: FrameReader, hello: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: Process,
+        frames_in: FrameReader,
+        hello: Mapping[str, Any],
+        *,
+        jailed: bool = False,
+    ) -> None:
         self._name = name
         self._process = process
         self._frames_in = frames_in
+        self._jailed = jailed
         self._at_once = math.inf if hello["concurrent"] else 1
         self._facts = EnvironmentFacts(
             description=str(hello["description"]),
@@ -71,6 +81,8 @@ class ProcessWorker:
             splits=tuple(hello["splits"]),
             agents=tuple(hello["agents"]),
             tools=tuple(hello["tools"]),
+            run_timeout_s=float(hello["run_timeout_s"]),
+            snapshots=str(hello["snapshots"]),
         )
         self._running: dict[int, _Call] = {}
         self._waiting: OrderedDict[int, _Call] = OrderedDict()
@@ -126,7 +138,10 @@ class ProcessWorker:
 
     def resident_bytes(self) -> int:
         try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
+            process = psutil.Process(self._process.pid)
+            # Of a jailed one this is the process that waits for it outside.
+            counted = process.children(recursive=True) if self._jailed else [process]
+            return sum(int(each.memory_info().rss) for each in counted)
         except psutil.Error:
             return 0
 
@@ -185,8 +200,8 @@ class ProcessWorker:
             while arrived := await self._frames_in.read():
                 for frame in arrived:
                     self._take(*frame)
-        except (ValueError, KeyError) as error:
-            log.error("worker speaks nonsense", worker=self._name, error=str(error))
+        except Exception as error:  # a worker that was uploaded may say anything
+            log.error("worker speaks nonsense", worker=self._name, error=repr(error)[:300])
             self.kill("it sent what is no frame")
         # Its output is closed: dead, dying, or broken beyond use.
         self.kill("its output ended")
@@ -252,6 +267,16 @@ class WorkerProgram:
     """Most threads that play in one worker; None: as the worker does by itself."""
     memory_bytes: int = 0
     """What each process may allocate; 0: whatever there is."""
+    jail: JailedProgram | None = None
+    """How it runs in a jail, where `path` and `python` are those inside."""
+
+    def command(self, module: str, *more: str) -> list[str]:
+        """The command line of one of the client's programs for this environment."""
+        words = [str(self.python), "-P", "-m", module, self.target, "--name", self.environment]
+        for folder in self.path:
+            words += ["--path", str(folder)]
+        words += more
+        return self.jail.wrap(words) if self.jail is not None else [*words, "--parent", str(os.getpid())]
 
 
 class ProcessLauncher:
@@ -266,14 +291,10 @@ class ProcessLauncher:
         self._started += 1
         name = f"{program.environment}-{self._started}"
         log_path = self._log_path(name)
-        arguments = [str(program.python), "-P", "-m", PROGRAM, program.target, "--name", program.environment]
-        for folder in program.path:
-            arguments += ["--path", str(folder)]
-        if program.threads is not None:
-            arguments += ["--threads", str(program.threads)]
+        more = [] if program.threads is None else ["--threads", str(program.threads)]
         if program.memory_bytes:
-            arguments += ["--memory", str(program.memory_bytes)]
-        arguments += ["--parent", str(os.getpid())]
+            more += ["--memory", str(program.memory_bytes)]
+        arguments = program.command(PROGRAM, *more)
         with log_path.open("ab") as log_file:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -291,14 +312,17 @@ class ProcessLauncher:
         frames_in = FrameReader(process.stdout)
         try:
             hello = await self._hello(frames_in, log_path)
-        except BaseException:
+            worker = ProcessWorker(name, process, frames_in, hello, jailed=program.jail is not None)
+        except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             _close_pipes(process)
+            if isinstance(error, (ValueError, KeyError, TypeError)):
+                raise WorkerUnusable(f"the worker said nonsense: {error!r:.200}") from None
             raise
         log.info("worker started", worker=name, pid=process.pid, log=str(log_path))
-        return ProcessWorker(name, process, frames_in, hello)
+        return worker
 
     async def _hello(self, frames_in: FrameReader, log_path: Path) -> Mapping[str, Any]:
         try:

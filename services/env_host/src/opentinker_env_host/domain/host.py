@@ -17,19 +17,17 @@ import structlog
 
 from opentinker_env_host.domain.answers import FirstAnswers
 from opentinker_env_host.domain.episode import Answered, Episode, Recipe, not_found
-from opentinker_env_host.domain.player import MAX_CRASHES, Background, Player
+from opentinker_env_host.domain.forks import Forks
+from opentinker_env_host.domain.packages import is_key
+from opentinker_env_host.domain.player import Background, Player
 from opentinker_env_host.domain.pool import WorkerPool
+from opentinker_env_host.domain.questions import Questions
 from opentinker_env_host.ports import (
     EnvironmentFacts,
     FailureSink,
     Journal,
     NoJournal,
-    NoWorkerFree,
-    OptionsRefused,
     Reply,
-    WorkerError,
-    WorkerLost,
-    WorkerTimedOut,
 )
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
@@ -37,7 +35,6 @@ from opentinkerapi.runtime.reasons import Reason
 
 log = structlog.get_logger()
 
-CHECK_TIMEOUT_S = 30.0
 REAP_EVERY_S = 0.5
 MEMORY_EVERY = 20
 """Rounds of the reaper between two looks at the workers' memory."""
@@ -75,16 +72,17 @@ class EnvironmentHost:
         failures: FailureSink,
         journal: Journal | None = None,
     ) -> None:
-        self._pools = pools
+        self._pools = dict(pools)
         self._limits = limits
         self._clock = clock
         self._failures = failures
         self._journal = journal or NoJournal()
         self._episodes: dict[str, Episode] = {}
         self._answers: FirstAnswers[Group] = FirstAnswers(clock)
-        self._checked: set[tuple[str, str]] = set()
+        self._questions = Questions()
         self._background = Background()
-        self._player = Player(pools, failures, self._background, journal_steps=limits.journal_steps)
+        self._player = Player(self._pools, failures, self._background, journal_steps=limits.journal_steps)
+        self.forks = Forks(self, self._player, clock, limits.journal_steps)
         self._started = False
         self.opened: Counter[str] = Counter()
         """Episodes so far, by environment."""
@@ -101,9 +99,29 @@ class EnvironmentHost:
 
     @property
     def playable(self) -> dict[str, WorkerPool]:
-        """The environments that can be played, by name."""
+        """The environments of the settings that can be played, by name."""
         self.check_started()
-        return {name: pool for name, pool in self._pools.items() if pool.facts is not None}
+        return {
+            name: pool for name, pool in self._pools.items() if pool.facts is not None and not is_key(name)
+        }
+
+    def is_hosted(self, environment: str) -> bool:
+        """Whether it is one of the settings, which all projects see."""
+        return environment in self._pools and not is_key(environment)
+
+    def open_pool(self, key: str, pool: WorkerPool) -> None:
+        """Have an uploaded environment played by these workers, which are started when they are needed."""
+        self._pools[key] = pool
+
+    async def close_pool(self, key: str) -> None:
+        """End the workers of an uploaded environment that has no open episodes."""
+        if (pool := self._pools.pop(key, None)) is not None:
+            await pool.stop()
+
+    def rest_pool(self, key: str) -> None:
+        """End those of its workers that nobody needs now."""
+        if (pool := self._pools.get(key)) is not None:
+            pool.rest()
 
     def facts(self, environment: str) -> EnvironmentFacts:
         """What a playable environment says about itself."""
@@ -133,7 +151,7 @@ class EnvironmentHost:
                 episode.renew(self._clock.monotonic())
                 self._episodes[episode.name] = episode
                 self._of_projects[episode.project] += 1
-        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        await asyncio.gather(*(pool.start() for name, pool in self._pools.items() if not is_key(name)))
         self._started = True
 
     async def stop(self) -> None:
@@ -146,7 +164,7 @@ class EnvironmentHost:
         """The pool of a playable environment."""
         playable = self.playable
         pool = self._pools.get(environment)
-        if pool is None:
+        if pool is None or (is_key(environment) and pool.facts is None):
             known = ", ".join(sorted(playable)) or "none"
             raise ServiceError(
                 Reason.UNKNOWN_ENVIRONMENT,
@@ -170,7 +188,7 @@ class EnvironmentHost:
             raise ServiceError(
                 Reason.INVALID_FIELD, f"{environment} has no split {split!r}; known: {known}", field="split"
             )
-        reply = await self._without_episode(
+        reply = await self._questions.ask(
             pool, "tasks", split=split, options=options, offset=offset, limit=limit
         )
         tasks = reply.answer["tasks"]
@@ -184,15 +202,22 @@ class EnvironmentHost:
         return tasks, reply.answer["total"]
 
     async def open_group(
-        self, request_id: str, recipe: Recipe, size: int, owner: str = "", project: str = ""
+        self,
+        request_id: str,
+        recipe: Recipe,
+        size: int,
+        owner: str = "",
+        project: str = "",
+        *,
+        asked: str = "",
     ) -> Group:
         """Open the episodes of a group, for the job `owner` of a project alone where one is named; a
-        repetition gets the first answer.
+        repetition gets the first answer. `asked` is what the caller called the environment.
         """
         if self.draining:
             raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
         body = json.dumps(
-            [recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
+            [asked or recipe.environment, recipe.seed, recipe.task, recipe.options, size], sort_keys=True
         )
         return await self._answers.get(
             request_id, body, lambda: self._open_group(recipe, size, owner, project), scope=owner
@@ -200,24 +225,37 @@ class EnvironmentHost:
 
     async def _open_group(self, recipe: Recipe, size: int, owner: str, project: str) -> Group:
         pool = self.pool(recipe.environment)
-        if not 1 <= size <= self._limits.max_group_size:
-            raise ServiceError(
-                Reason.INVALID_FIELD,
-                f"size must be from 1 to {self._limits.max_group_size}, not {size}",
-                field="size",
-            )
-        self._check_room(size, project)
-        await self._check_options(pool, recipe.options)
-        self._check_room(size, project)
+        self.check_group(size, project)
+        await self._questions.check_options(pool, recipe.options)
+        # Meanwhile others were opened, or the environment was deleted.
+        self.check_group(size, project)
+        self.pool(recipe.environment)
         now = self._clock.monotonic()
         group = secrets.token_hex(8)
         names = tuple(f"episodes/{group}-{member}" for member in range(size))
-        for name in names:
-            self._episodes[name] = Episode(name, recipe, now + recipe.lease_ttl_s, owner, project)
-        self._journal.opened([self._episodes[name] for name in names])
-        self._of_projects[project] += size
-        self.opened[recipe.environment] += size
+        made = [Episode(name, recipe, now + recipe.lease_ttl_s, owner, project) for name in names]
+        self.adopt(made)
         return Group(f"groups/{group}", names)
+
+    def adopt(self, episodes: Sequence[Episode]) -> None:
+        """Have these among the open ones."""
+        for episode in episodes:
+            self._episodes[episode.name] = episode
+            self._of_projects[episode.project] += 1
+            self.opened[episode.recipe.environment] += 1
+            if episode.begun:
+                self._journal.moved(episode)
+        self._journal.opened([episode for episode in episodes if not episode.begun])
+
+    def moved(self, episode: Episode) -> None:
+        """It is at another place than its last answers say."""
+        self._journal.moved(episode)
+
+    def commit(self) -> None:
+        """Have all that was done so far survive this process. Comes before each answer, once for all that go
+        out together.
+        """
+        self._journal.flush()
 
     def keep(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Run a call to its end even if the caller goes away; shield the task where it is awaited."""
@@ -225,7 +263,7 @@ class EnvironmentHost:
 
     async def begin(self, name: str, owner: str = "") -> Reply:
         """The first observation."""
-        return await self._begin(self._episode(name, owner))
+        return await self._begin(self.episode(name, owner))
 
     async def step(
         self, name: str, seq: int, key: bytes, action: Mapping[str, Any], owner: str = ""
@@ -233,11 +271,11 @@ class EnvironmentHost:
         """Play one step, or give the stored answer of the last one. `key` identifies the request's
         actions.
         """
-        return await self._step(self._episode(name, owner), seq, key, action)
+        return await self._step(self.episode(name, owner), seq, key, action)
 
     async def finalize(self, name: str, last_seq: int = 0, owner: str = "") -> Reply:
         """The return of the episode; refused where the caller was given more steps than are known here."""
-        return await self._finalize(self._episode(name, owner), last_seq)
+        return await self._finalize(self.episode(name, owner), last_seq)
 
     async def close(self, names: Sequence[str], owner: str = "") -> None:
         """Free episodes; unknown ones, and those of others, are passed over."""
@@ -268,8 +306,9 @@ class EnvironmentHost:
             await self.reap()
             rounds += 1
             if rounds % MEMORY_EVERY == 0:
-                for pool in self._pools.values():
+                for pool in list(self._pools.values()):
                     pool.check_memory()
+                await self.forks.tidy()
                 self._journal.tidy(list(self._episodes.values()))
 
     async def reap(self) -> None:
@@ -286,7 +325,8 @@ class EnvironmentHost:
         episode = self._episodes.get(name)
         return episode is not None and owner in ("", episode.owner)
 
-    def _episode(self, name: str, owner: str) -> Episode:
+    def episode(self, name: str, owner: str) -> Episode:
+        """An open one of a job, whose lease starts anew. EPISODE_NOT_FOUND."""
         if not self._started:
             raise _starting()
         if not self._exists(name, owner):
@@ -296,7 +336,7 @@ class EnvironmentHost:
         return episode
 
     @contextlib.asynccontextmanager
-    async def _at(self, episode: Episode) -> AsyncIterator[None]:
+    async def at(self, episode: Episode) -> AsyncIterator[None]:
         """Work on an episode that answers, alone, and with its answers at hand. Once it failed it is not kept
         for a host that comes after this one.
         """
@@ -312,7 +352,7 @@ class EnvironmentHost:
                 raise
 
     async def _begin(self, episode: Episode) -> Reply:
-        async with self._at(episode):
+        async with self.at(episode):
             if episode.first is None:
                 if self.draining:
                     raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
@@ -322,7 +362,7 @@ class EnvironmentHost:
             return episode.first
 
     async def _step(self, episode: Episode, seq: int, key: bytes, action: Mapping[str, Any]) -> Answered:
-        async with self._at(episode):
+        async with self.at(episode):
             stored = episode.check_step(seq, key)
             if stored is not None:
                 return stored
@@ -335,7 +375,7 @@ class EnvironmentHost:
             return answered
 
     async def _finalize(self, episode: Episode, last_seq: int) -> Reply:
-        async with self._at(episode):
+        async with self.at(episode):
             if last_seq:
                 episode.check_last(last_seq)
             if episode.first is None:
@@ -344,7 +384,13 @@ class EnvironmentHost:
                 episode.result = await self._player.finalize(episode)
             return episode.result
 
-    def _check_room(self, size: int, project: str) -> None:
+    def check_group(self, size: int, project: str) -> None:
+        """ServiceError unless so many more episodes of a project are taken."""
+        if not 1 <= size <= self._limits.max_group_size:
+            text = f"size must be from 1 to {self._limits.max_group_size}, not {size}"
+            raise ServiceError(Reason.INVALID_FIELD, text, field="size")
+        if self.draining:
+            raise ServiceError(Reason.DRAINING, "this host is shutting down; open episodes elsewhere")
         most = self._limits.project_episodes
         held = self._of_projects[project] if project else 0
         if project and most is not None and held + size > most:
@@ -357,37 +403,6 @@ class EnvironmentHost:
                 "close some, or come back",
                 retry_after_s=1.0,
             )
-
-    async def _check_options(self, pool: WorkerPool, options: Mapping[str, Any]) -> None:
-        key = (pool.name, json.dumps(options, sort_keys=True))
-        if key not in self._checked:
-            await self._without_episode(pool, "check", options=options)
-            if len(self._checked) > 10_000:
-                self._checked.clear()
-            self._checked.add(key)
-
-    async def _without_episode(self, pool: WorkerPool, operation: str, **fields: Any) -> Reply:
-        """A question to any worker of the pool."""
-        ticket = f"{operation}-{secrets.token_hex(4)}"
-        for attempt in range(MAX_CRASHES):
-            try:
-                worker = await pool.acquire(ticket)
-                try:
-                    return await worker.call(operation, CHECK_TIMEOUT_S, **fields)
-                finally:
-                    await pool.release(ticket, worker)
-            except OptionsRefused as error:
-                raise ServiceError(Reason.INVALID_FIELD, str(error), field="options_json") from None
-            except WorkerLost as error:
-                log.warning("worker lost", environment=pool.name, operation=operation, attempt=attempt)
-                last: WorkerError = error
-            except WorkerTimedOut as error:
-                raise ServiceError(Reason.STEP_TIMEOUT, str(error)) from None
-            except NoWorkerFree as error:
-                raise ServiceError(Reason.OVERLOADED, str(error), retry_after_s=1.0) from None
-            except WorkerError as error:
-                raise ServiceError(Reason.ENV_CRASHED, str(error)) from None
-        raise ServiceError(Reason.ENV_CRASHED, str(last))
 
 
 def _starting() -> ServiceError:

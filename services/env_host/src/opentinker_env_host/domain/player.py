@@ -17,6 +17,7 @@ from opentinker_env_host.ports import (
     FailureSink,
     NoWorkerFree,
     OptionsRefused,
+    Plain,
     Reply,
     Worker,
     WorkerError,
@@ -53,6 +54,11 @@ class Background:
         """End what still runs."""
         for task in list(self._running):
             task.cancel()
+
+    async def end(self) -> None:
+        """End what still runs, and wait until it has."""
+        self.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
@@ -101,15 +107,63 @@ class Player:
         )
         return reply
 
+    async def snapshot(self, episode: Episode, name: str) -> Reply:
+        """Have its worker take a snapshot: native, a copy that stays there, or none."""
+        pool = self._pools[episode.recipe.environment]
+        timeout = episode.recipe.step_timeout_s
+        reply, _ = await self._play(
+            episode,
+            lambda worker: worker.call(
+                "snapshot", timeout, episode=episode.name, snapshot=name, copy=pool.shared
+            ),
+        )
+        return reply
+
+    async def attach(self, episode: Episode, name: str, state: Plain | None, holder: Worker | None) -> bool:
+        """Give an episode a snapshot's state: `state` on any worker, or the copy that `holder` has. False
+        where that cannot be; it is then played again at its next call.
+        """
+        pool = self._pools[episode.recipe.environment]
+        await self.detach(episode)
+        try:
+            if state is not None:
+                worker = await pool.acquire(episode.name)
+            elif holder is not None and pool.join(holder, episode.name):
+                worker = holder
+            else:
+                return False
+        except WorkerError as error:
+            log.info("no worker for a fork", episode=episode.name, error=str(error))
+            return False
+        episode.worker = worker
+        try:
+            await worker.call(
+                "fork",
+                episode.recipe.step_timeout_s,
+                episode=episode.name,
+                snapshot=name,
+                state=state,
+                options=episode.recipe.options,
+            )
+        except WorkerError as error:
+            log.warning("a snapshot was not restored", episode=episode.name, error=str(error))
+            await self._let_go(episode)
+            return False
+        return True
+
+    async def detach(self, episode: Episode) -> None:
+        """Have it played again at its next call."""
+        if episode.worker is not None and episode.worker.alive:
+            try:
+                await episode.worker.call("close", CLOSE_TIMEOUT_S, episode=episode.name)
+            except WorkerError as error:
+                log.info("episode did not close", episode=episode.name, error=str(error))
+        await self._let_go(episode)
+
     async def free(self, episode: Episode) -> None:
         """Let the environment clean up, then give the worker back. Takes the episode's lock itself."""
         async with episode.lock:
-            if episode.worker is not None and episode.worker.alive:
-                try:
-                    await episode.worker.call("close", CLOSE_TIMEOUT_S, episode=episode.name)
-                except WorkerError as error:
-                    log.info("episode did not close", episode=episode.name, error=str(error))
-            await self._let_go(episode)
+            await self.detach(episode)
 
     async def _play(self, episode: Episode, call: Callable[[Worker], Awaitable[Reply]]) -> tuple[Reply, bool]:
         """Make a call on the episode's worker, on another one if that is dead; whether it was played

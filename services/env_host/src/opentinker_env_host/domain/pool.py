@@ -110,6 +110,21 @@ class WorkerPool:
                 seat.tried = ""
                 self._notify()
 
+    def join(self, worker: Worker, episode: str) -> bool:
+        """Have an episode run where others do; whether that worker takes it."""
+        for seat in self._seats:
+            full = len(seat.episodes) >= self._limits.episodes_per_worker
+            if seat.worker is worker and _is_open(seat) and not seat.trial and not full:
+                seat.episodes.add(episode)
+                seat.served += 1
+                return True
+        return False
+
+    @property
+    def shared(self) -> bool:
+        """Whether episodes share workers."""
+        return self._limits.episodes_per_worker > 1
+
     async def _seat(self, alone: bool) -> _Seat:
         exclusive = alone or self._limits.episodes_per_worker == 1
         give_up = asyncio.get_running_loop().time() + self._limits.wait_s
@@ -154,6 +169,13 @@ class WorkerPool:
         for seat in self._seats:
             if not seat.retiring and seat.worker.resident_bytes() > self._limits.recycle_bytes:
                 log.info("worker retires", worker=seat.worker.name, bytes=seat.worker.resident_bytes())
+                seat.retiring = True
+                self._end_if_spent(seat)
+
+    def rest(self) -> None:
+        """End the workers that nobody needs; the next episode waits for another to start."""
+        for seat in self._seats:
+            if not seat.episodes:
                 seat.retiring = True
                 self._end_if_spent(seat)
 

@@ -40,7 +40,7 @@ class Chat:
     async def answer(self, body: ChatBody, ask: Ask) -> tuple[Run[Piece], Model]:
         """Begin to answer. What is wrong with the request is raised here."""
         if ask.entry is not None:
-            with in_use(ask.entry):
+            with in_use(ask.entry, ask.retry):
                 return await self._recorded(body, ask, ask.entry)
         model = await self._models.open(body.model, ask.caller)
         options = read.chat_options(body, model.fields)
@@ -84,7 +84,7 @@ async def _keeping(
     entry: Entry, turn: Turn, speech: "_Speech", events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of a recorded reply, which is kept before its end is told."""
-    with in_use(entry):
+    with in_use(entry, turn.retry):
         async with contextlib.aclosing(speech.pieces(events)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, End):

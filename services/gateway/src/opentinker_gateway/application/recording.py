@@ -4,12 +4,21 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Iterator
 
+import grpc
+
 from opentinker_gateway.domain.book import Entry
 from opentinker_gateway.domain.episodes import Turn, for_training
 from opentinker_gateway.domain.sampling import Delta, Event, SamplingOptions, Started
 from opentinker_gateway.ports import Model
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
+
+_CALLERS_FAULT = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Codes of calls that the agent could have made better; all others are our fault."""
 
 
 def decided(entry: Entry, options: SamplingOptions) -> SamplingOptions:
@@ -70,13 +79,15 @@ async def played(entry: Entry, turn: Turn, model: Model) -> AsyncGenerator[Event
 
 
 @contextlib.contextmanager
-def in_use(entry: Entry) -> Iterator[None]:
-    """The episode does not expire while a call of it is answered; a call that fails is counted."""
+def in_use(entry: Entry, retry: str) -> Iterator[None]:
+    """The episode does not expire while a call of it is answered; a call that fails is counted. `retry` is
+    equal for a call and its retries.
+    """
     entry.calls += 1
     try:
         yield
-    except ServiceError:
-        entry.episode.failures += 1
+    except ServiceError as error:
+        entry.episode.failed(retry, error, ours=error.code not in _CALLERS_FAULT)
         raise
     finally:
         entry.calls -= 1

@@ -30,7 +30,7 @@ class Text:
         """Begin to answer: a run for each prompt, and the prompts as ids."""
         prompts = _prompts(body)
         if ask.entry is not None:
-            with in_use(ask.entry):
+            with in_use(ask.entry, ask.retry):
                 return await self._recorded(body, prompts, ask, ask.entry)
         model = await self._models.open(body.model, ask.caller)
         options = read.text_options(body)
@@ -88,7 +88,7 @@ class Text:
 async def _keeping(
     entry: Entry, turn: Turn, events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[Piece, None]:
-    with in_use(entry):
+    with in_use(entry, turn.retry):
         async with contextlib.aclosing(_pieces(events, 0)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, End):

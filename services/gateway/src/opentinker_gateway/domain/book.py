@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opentinker_gateway.domain.callers import Caller
-from opentinker_gateway.domain.episodes import Episode
+from opentinker_gateway.domain.episodes import NO_LIMITS, Episode, EpisodeLimits
 from opentinker_kit.clock import Clock
 from opentinker_kit.errors import ServiceError
 from opentinkerapi.runtime.reasons import Reason
@@ -62,14 +62,16 @@ class EpisodeBook:
         group: str,
         seed: int,
         overrides: Mapping[str, object],
+        limits: EpisodeLimits = NO_LIMITS,
     ) -> Entry:
         """A new episode, or the one that this request made before. OVERLOADED if there are too many."""
         self._expire()
         identifier = hashlib.sha256(f"{caller.digest}/{request_id}".encode()).hexdigest()[:24]
         if identifier in self._entries:
             known = self._entries[identifier]
-            same = (known.episode.model, known.episode.group, known.episode.seed) == (model, group, seed)
-            if not same or known.episode.overrides != overrides:
+            was = known.episode
+            same = (was.model, was.group, was.seed, was.limits) == (model, group, seed, limits)
+            if not same or was.overrides != overrides:
                 raise ServiceError(Reason.REQUEST_ID_REUSED, field="request_id")
             return known
         full = len(self._entries) >= self._limits.episodes
@@ -86,6 +88,7 @@ class EpisodeBook:
             overrides=overrides,
             max_tokens=self._limits.tokens_per_episode,
             max_calls=self._limits.calls_per_episode,
+            limits=limits,
         )
         token = TOKEN_PREFIX + secrets.token_urlsafe(32)
         entry = Entry(episode, caller, token, self._clock.monotonic())

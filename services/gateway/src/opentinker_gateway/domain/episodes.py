@@ -73,6 +73,19 @@ class Segment:
     support: Support = field(default_factory=Support)
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What ends an episode, as its creator wants it. None: no such limit."""
+
+    calls: int | None = None
+    """Replies."""
+    tokens: int | None = None
+    """Of a prompt and its reply."""
+
+
+NO_LIMITS = EpisodeLimits()
+
+
 @dataclass(slots=True)
 class Turn:
     """One call of an episode while it is answered."""
@@ -89,6 +102,8 @@ class Turn:
     setting: Setting = field(default_factory=Setting)
     fresh_text: str | None = None
     """The same as text, where plain text is completed."""
+    retry: str = ""
+    """Equal for a call and its retries."""
     answered: Finished | None = None
     """The reply, where this call was answered before."""
 
@@ -111,6 +126,9 @@ class Episode:
     max_tokens: int
     """Of all recorded tokens."""
     max_calls: int
+    limits: EpisodeLimits = NO_LIMITS
+    limit: str = ""
+    """Which limit refused a call: "calls" or "tokens"."""
     temperature: float | None = None
     """Of every reply; the first call settles it."""
     nodes: list[Node] = field(default_factory=list)
@@ -120,6 +138,8 @@ class Episode:
     """Recorded so far."""
     failures: int = 0
     """Calls that were not answered; nothing of them is recorded."""
+    _lost: dict[str, str] = field(default_factory=dict)
+    """Why, of calls that we failed to answer and that were not made again."""
     _known: dict[bytes, Node] = field(default_factory=dict)
     _calls: int = 0
     _attempts: dict[int, int] = field(default_factory=dict)
@@ -202,17 +222,20 @@ class Episode:
         known = self._retries.get(retry) if is_retry else None
         ordinal = self._calls if known is None else known
         if known is None:
+            self._check_limits()
             self._check_room(len(fresh))
             self._calls += 1
             self._retries[retry] = ordinal
         self._attempts[ordinal] = self._attempts.get(ordinal, 0) + 1
+        prompt_ids = (parent.ids() if parent is not None else []) + fresh
         return Turn(
             ordinal=ordinal,
             attempt=self._attempts[ordinal],
-            prompt_ids=(parent.ids() if parent is not None else []) + fresh,
-            options=options,
+            prompt_ids=prompt_ids,
+            options=self._with_room(options, len(prompt_ids)),
             parent=parent,
             fresh=fresh,
+            retry=retry,
             answered=next((node.reply for node in self.nodes if node.ordinal == ordinal), None),
         )
 
@@ -222,8 +245,42 @@ class Episode:
             ("calls", self._calls + 1, self.max_calls),
         ):
             if has > most:
+                self.limit = what
                 text = f"episode {self.id} may hold {most} {what}; end it"
                 raise ServiceError(Reason.QUOTA_EXCEEDED, text, quota=[(self.id, f"{most} {what}")])
+
+    def _check_limits(self) -> None:
+        """PROMPT_TOO_LONG for one reply too many: agents know that as the end, and do not ask again."""
+        if self.limits.calls is not None and len(self.nodes) >= self.limits.calls:
+            self.limit = "calls"
+            text = f"this episode has had its {self.limits.calls} replies"
+            raise ServiceError(Reason.PROMPT_TOO_LONG, text, field="prompt")
+
+    def _with_room(self, options: SamplingOptions, prompt_tokens: int) -> SamplingOptions:
+        """The options with the reply as long as the limit of tokens leaves it. PROMPT_TOO_LONG."""
+        if self.limits.tokens is None:
+            return options
+        room = self.limits.tokens - prompt_tokens
+        if room < 1:
+            self.limit = "tokens"
+            text = f"the prompt has {prompt_tokens} tokens, and this episode may have {self.limits.tokens}"
+            raise ServiceError(Reason.PROMPT_TOO_LONG, text, field="prompt")
+        asked = options.max_tokens
+        return replace(options, max_tokens=room if asked is None else min(asked, room))
+
+    @property
+    def lost(self) -> str:
+        """Why a call was never answered, where that was our fault and the agent went on without; or ""."""
+        return next(iter(self._lost.values()), "")
+
+    def failed(self, retry: str, error: ServiceError, *, ours: bool) -> None:
+        """A call was not answered. `ours`: it was not the agent's fault."""
+        self.failures += 1
+        if error.reason is Reason.PROMPT_TOO_LONG and not self.limit:
+            self.limit = "tokens"
+        full = error.reason is Reason.QUOTA_EXCEEDED and bool(self.limit)
+        if ours and not full:
+            self._lost[retry] = f"{error.reason}: {error.message}"
 
     def record(self, turn: Turn, reply: Finished, said: Message | None) -> None:
         """Keep a reply, once for each call. `said` is the message that a chat's agent is given."""
@@ -233,6 +290,7 @@ class Episode:
         text = None if turn.fresh_text is None else turn.fresh_text + reply.text
         node = Node(turn.parent, turn.fresh, reply, turn.ordinal, text)
         self.nodes.append(node)
+        self._lost.pop(turn.retry, None)
         self.tokens += len(turn.fresh) + len(reply.tokens.ids)
         if said is not None:
             self.messages = [*turn.messages, said]

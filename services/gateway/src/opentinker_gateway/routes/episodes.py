@@ -7,6 +7,7 @@ from google.protobuf import json_format
 
 from opentinker_gateway.domain.book import Entry, EpisodeBook
 from opentinker_gateway.domain.callers import Caller
+from opentinker_gateway.domain.episodes import EpisodeLimits
 from opentinker_gateway.ports import Models
 from opentinker_gateway.wire.bodies import EpisodeBody, parse, read_json
 from opentinker_gateway.wire.options import overrides
@@ -35,6 +36,7 @@ class Episodes:
             group=body.group,
             seed=body.seed,
             overrides=decided,
+            limits=EpisodeLimits(body.max_calls, body.max_tokens),
         )
         return JSONResponse({**self._facts(entry), "api_key": entry.token}, 201)
 
@@ -66,5 +68,7 @@ class Episodes:
             "turns": len(episode.nodes),
             "tokens": episode.tokens,
             "failures": episode.failures,
+            "lost": episode.lost,
+            "limit": episode.limit,
             "idle_s": self._book.idle_s(),
         }

@@ -168,6 +168,10 @@ class EpisodeBody(Body):
     group: str = Field(default="", max_length=512)
     seed: int = Field(default=0, ge=0)
     sampling: dict[str, Any] = {}
+    max_calls: int | None = Field(default=None, ge=1)
+    """Replies; the call after the last of them is refused."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Prompts and replies of a branch together, as of a context of that size."""
 
 
 B = TypeVar("B", bound=Body)

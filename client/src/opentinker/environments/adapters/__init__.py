@@ -1,0 +1,1 @@
+"""Environments of other libraries, each imported with its library only."""

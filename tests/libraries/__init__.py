@@ -1,0 +1,1 @@
+"""Environments on libraries that have virtual environments of their own."""
