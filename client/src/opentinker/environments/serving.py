@@ -3,10 +3,10 @@
 Plain calls are begun in the order in which they came, by one thread, which is the process's main one. Only
 when a step holds it up (it sleeps, waits for a server, or computes for long) is another thread started, so
 that one episode's step does not hold up the others. The host is told of it, since a call's deadline counts
-from when its turn has come. `async` calls overlap on one event loop, or on several where that is asked for; of one
-that does not let go of its loop the host is told, so that its deadline ends it and not those that wait behind it.
-Each answer is on its way before the next call begins: if that one kills the
-process, all before it are answered.
+from when its turn has come. `async` calls overlap on one event loop, or on several where that is asked for;
+of one that does not let go of its loop the host is told, so that its deadline ends it and not those that
+wait behind it. Each answer is on its way before the next call begins: if that one kills the process, all
+before it are answered.
 """
 
 import asyncio
@@ -141,11 +141,8 @@ class _Loops:
             frame = _failed(call, error)
         self._sink.write(frame)
 
-
     @types.coroutine
-    def _noted(
-        self, place: int, number: int, work: Coroutine[Any, Any, bytes]
-    ) -> Generator[Any, Any, bytes]:
+    def _noted(self, place: int, number: int, work: Coroutine[Any, Any, bytes]) -> Generator[Any, Any, bytes]:
         """The work, with a note of when it computes and when it waits."""
         value: Any = None
         error: BaseException | None = None

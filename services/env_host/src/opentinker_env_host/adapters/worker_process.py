@@ -185,7 +185,7 @@ class ProcessWorker:
             self._watch(min(call.deadline for call in timed.values()))
 
     def _hold(self, held: set[int]) -> None:
-        """Other calls hold their event loop now than before: what waited behind those has that much more time."""
+        """Others hold their event loop now than before: what waited behind those has that much more time."""
         now = asyncio.get_running_loop().time()
         if self._held:
             for number, call in self._running.items():
