@@ -231,7 +231,7 @@ async def test_agents_that_never_stop(
 ) -> None:
     """What the model did counts, if there is a reward; without one there is none, and not 0."""
     source = await place.source(env)
-    played = await play(source, says, limits=limits, context=2500 if env is Belt else 1000)
+    played = await play(source, says, limits=limits, context=1500 if end is EndReason.TOKEN_LIMIT else 5000)
     assert played.end_reason is end, played.error
     assert turns is None or len(played.turns) == turns
     assert played.reward.value is None

@@ -1,4 +1,4 @@
-"""`ot.play`: the class that `fit` takes, played by what answers as OpenAI's API. Its gateway is real."""
+"""`ot.play`: the class that `fit` takes, played by what is served behind OpenAI's API. A real gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -104,6 +104,40 @@ async def test_many_suspects_of_a_death_are_tried_in_a_few_workers(start: Start)
     assert not host.bus.failed
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_an_async_step_that_never_lets_go_ends_alone(start: Start, at_once: bool) -> None:
+    """It holds the event loop of its worker: whoever waits there is late, and is played again elsewhere."""
+    host = await start({"jam": world("Jam")}, max_workers=1)
+    hung, *others = await host.open("jam", size=20, timeout_s=1.5)
+    async with Stream(host) as stream:
+        await stream.ask(*map(begin, (hung, *others)))
+        calls = [step(hung, 1, "jam"), *(step(episode, 1, "0.1") for episode in others)]
+        # Those that were asked first are late before it is.
+        order = calls if at_once else [*calls[1:], calls[0]]
+        ids = stream.send(order)
+        replies = dict(zip(map(id, order), await stream.replies(ids), strict=True))
+    assert error_of(replies.pop(id(calls[0]))).reason == "STEP_TIMEOUT"
+    assert reasons(list(replies.values())) == {"": 19}
+    assert [(fact.episode, fact.reason) for fact in host.bus.failed] == [(hung, "STEP_TIMEOUT")]
+
+
+async def test_who_waited_behind_an_async_step_has_that_much_more_time(start: Start) -> None:
+    host = await start({"jam": world("Jam")}, max_workers=1)
+    holding, other, late = await host.open("jam", size=3, timeout_s=1.5)
+    async with Stream(host) as stream:
+        await stream.ask(*map(begin, (holding, other, late)))
+        (waits,) = stream.send([step(other, 1, "1.2")])
+        await asyncio.sleep(0.3)
+        (holds,) = stream.send([step(holding, 1, "hold 1.3")])
+        held, waited = await stream.replies([holds, waits])
+        assert reasons([held, waited]) == {"": 2}
+        # What is late of itself still ends in its time.
+        began = time.monotonic()
+        (reply,) = await stream.ask(step(late, 1, "60"))
+        assert error_of(reply).reason == "STEP_TIMEOUT"
+        assert time.monotonic() - began < 4
+
+
 async def test_a_child_that_outlives_its_worker_does_not_hide_its_death(start: Start) -> None:
     host = await start()
     (episode,) = await host.open()

@@ -3,9 +3,10 @@
 Plain calls are begun in the order in which they came, by one thread, which is the process's main one. Only
 when a step holds it up (it sleeps, waits for a server, or computes for long) is another thread started, so
 that one episode's step does not hold up the others. The host is told of it, since a call's deadline counts
-from when its turn has come. `async` calls overlap on one event loop, or on several where that is asked for.
-Each answer is on its way before the next call begins: if that one kills the
-process, all before it are answered.
+from when its turn has come. `async` calls overlap on one event loop, or on several where that is asked for;
+of one that does not let go of its loop the host is told, so that its deadline ends it and not those that
+wait behind it. Each answer is on its way before the next call begins: if that one kills the process, all
+before it are answered.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol
 
@@ -29,6 +31,8 @@ _STUCK_LOOKS = 4
 """A thread is added where no call was begun in so many looks, whatever the processor does."""
 _STACK_BYTES = 2 * 1024 * 1024
 """Of an added thread: it counts as memory that the worker took."""
+_HELD_S = 0.2
+"""A call that holds its loop for longer is told to the host."""
 _IDLE_S = 10.0
 """After so long without a call an added thread ends."""
 
@@ -71,6 +75,8 @@ class _Loops:
         self._places: dict[str, int] = {}
         self._episodes: list[int] = []
         self._running: set[asyncio.Task[None]] = set()
+        self._holds: list[tuple[int, float] | None] = []
+        """The call that each loop computes for right now, and since when."""
 
     async def serve(self) -> None:
         ended = asyncio.Event()
@@ -80,11 +86,12 @@ class _Loops:
         def read() -> None:
             while (frame := frames.read(self._source)) is not None:
                 for call in frame[0]["calls"]:
-                    loop = self._loops[self._place(call)]
-                    loop.call_soon_threadsafe(self._start, loop, call)
+                    place = self._place(call)
+                    self._loops[place].call_soon_threadsafe(self._start, place, call)
             first.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=_or_exit(read), name="frames", daemon=True).start()
+        threading.Thread(target=_or_exit(self._look_after), name="look after loops", daemon=True).start()
         await ended.wait()
 
     def _place(self, call: Call) -> int:
@@ -110,18 +117,49 @@ class _Loops:
     def _add(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loops.append(loop)
         self._episodes.append(0)
+        self._holds.append(None)
 
-    def _start(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
-        task = loop.create_task(self._serve(call))
+    def _start(self, place: int, call: Call) -> None:
+        task = self._loops[place].create_task(self._serve(place, call))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _serve(self, call: Call) -> None:
+    def _look_after(self) -> None:
+        told: list[int] = []
+        while True:
+            time.sleep(_HELD_S)
+            before = time.monotonic() - _HELD_S
+            held = [hold[0] for hold in tuple(self._holds) if hold is not None and hold[1] < before]
+            if held != told:
+                told = held
+                self._sink.write(frames.encode({"held": held}))
+
+    async def _serve(self, place: int, call: Call) -> None:
         try:
-            frame = await self._answer(call)
+            frame = await self._noted(place, call["id"], self._answer(call))
         except BaseException as error:  # nothing that an environment raises may end the loop
             frame = _failed(call, error)
         self._sink.write(frame)
+
+    @types.coroutine
+    def _noted(self, place: int, number: int, work: Coroutine[Any, Any, bytes]) -> Generator[Any, Any, bytes]:
+        """The work, with a note of when it computes and when it waits."""
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            self._holds[place] = (number, time.monotonic())
+            try:
+                awaited = work.send(value) if error is None else work.throw(error)
+            except StopIteration as stop:
+                result: bytes = stop.value
+                return result
+            finally:
+                self._holds[place] = None
+            value = error = None
+            try:
+                value = yield awaited
+            except BaseException as raised:
+                error = raised
 
 
 class _Players:

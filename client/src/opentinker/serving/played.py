@@ -252,6 +252,6 @@ def _client(base_url: str, api_key: str) -> "AsyncOpenAI":
     try:
         import openai
     except ImportError:
-        text = "ot.play needs the package openai: pip install 'opentinker[openai]'"
+        text = "ot.play needs the package openai: pip install 'opentinker[agents]'"
         raise errors.FailedPrecondition(text, reason=errors.Reason.MISSING_DEPENDENCY) from None
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_S, max_retries=RETRIES)

@@ -144,6 +144,18 @@ class Waiting(Environment):
         return StepResult("slept", reward=1.0, truncated=True)
 
 
+class Jam(Waiting):
+    """Waits, or computes for ever without letting go of its event loop."""
+
+    async def step(self, action: Action) -> StepResult:
+        while action.text == "jam":
+            pass
+        if action.text.startswith("hold"):
+            time.sleep(float(action.text.split()[1]))  # noqa: ASYNC251
+            return StepResult("held")
+        return await super().step(action)
+
+
 class Blocking(Environment):
     """Blocks in `async` methods; tells on which loop."""
 

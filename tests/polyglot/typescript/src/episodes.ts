@@ -146,7 +146,7 @@ async function play(episode: string, ask: Ask): Promise<unknown> {
     seen.push({ texts: texts(step.value.pending), rewards: rewards(step.value.rewards) });
     if (step.value.terminated || step.value.truncated) break;
   }
-  const end = await ask({ $case: "finalize", value: FinalizeRequest.fromPartial({ episode }) });
+  const end = await ask({ $case: "finalize", value: FinalizeRequest.fromPartial({ episode, lastSeq: String(seen.length - 1) }) });
   if (end.$case !== "finalize") throw new Error(`an answer to finalize is ${end.$case}`);
   return { seen, rewards: rewards(end.value.rewards), endReason: EndReason[end.value.endReason] };
 }

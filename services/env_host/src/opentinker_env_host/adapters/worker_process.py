@@ -55,7 +55,8 @@ class ProcessWorker:
     Calls that are made in one turn of the event loop go to the worker in one frame. Where the environment is
     plain, the worker begins them in their order, as many at a time as it has threads (one, until it says that
     it started another because a step blocks): so the oldest that many are those that run, and the deadline of
-    each counts from when it became one of them. `async` environments overlap all their calls.
+    each counts from when it became one of them. `async` environments overlap all their calls; where one holds
+    the event loop, the others are late for no fault of theirs, and it alone is timed.
     """
 
     def __init__(
@@ -85,6 +86,9 @@ class ProcessWorker:
         )
         self._running: dict[int, _Call] = {}
         self._waiting: OrderedDict[int, _Call] = OrderedDict()
+        self._held: set[int] = set()
+        """Calls that hold their event loop."""
+        self._held_since = 0.0
         self._unsent: list[Mapping[str, Any]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._next_id = 0
@@ -168,7 +172,8 @@ class ProcessWorker:
     def _look(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        late = {number: call for number, call in self._running.items() if call.deadline <= now}
+        timed = {number: self._running[number] for number in self._held & set(self._running)} or self._running
+        late = {number: call for number, call in timed.items() if call.deadline <= now}
         for number, call in late.items():
             del self._running[number]
             text = f"the environment did not answer {call.what} within {call.timeout_s:g} s and was killed"
@@ -176,7 +181,18 @@ class ProcessWorker:
                 call.future.set_exception(WorkerTimedOut(text))
         if late:
             self.kill(f"{next(iter(late.values())).what} timed out")
-        elif self._running:
+        elif timed:
+            self._watch(min(call.deadline for call in timed.values()))
+
+    def _hold(self, held: set[int]) -> None:
+        """Others hold their event loop now than before: what waited behind those has that much more time."""
+        now = asyncio.get_running_loop().time()
+        if self._held:
+            for number, call in self._running.items():
+                if number not in self._held:
+                    call.deadline += now - self._held_since
+        self._held, self._held_since = held, now
+        if self._running:
             self._watch(min(call.deadline for call in self._running.values()))
 
     async def _read(self) -> None:
@@ -209,6 +225,9 @@ class ProcessWorker:
         if "threads" in header:
             self._at_once = int(header["threads"])
             self._begin_waiting()
+            return
+        if "held" in header:
+            self._hold(set(header["held"]))
             return
         call = self._running.pop(header["id"], None)
         if call is None:
