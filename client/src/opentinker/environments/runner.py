@@ -5,6 +5,7 @@ same in both. It knows nothing of threads, deadlines or the wire: how a method i
 """
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from copy import deepcopy
@@ -199,6 +200,14 @@ class Runner:
         environment, self._environment = self._environment, None
         if environment is not None:
             await self._call("close", environment.close)
+
+    def drop(self) -> None:
+        """Free the instance of a plain class, from the thread that was the last in it. Never raises."""
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            # Nobody is there any longer to be told what it raises.
+            with contextlib.suppress(BaseException):
+                environment.close()
 
     def _begun(self) -> Environment:
         if self._environment is None:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from opentinker.environments.agents import Actions, JointResult, JointStep, Observations, movers, only
@@ -169,6 +170,8 @@ class LocalSession(OneAgent):
         self._finalized: JointResult | None = None
         self._failure: OpenTinkerError | None = None
         self._closed = False
+        self._inside: Future[Any] | None = None
+        """The last call, in its thread."""
         self._env_seconds = 0.0
 
     @property
@@ -231,19 +234,24 @@ class LocalSession(OneAgent):
         if self._closed:
             return
         self._closed = True
-        if self._failure is None:
-            # What close raises can no longer change the episode.
-            try:
-                await self._guard(self._runner.close())
-            except OpenTinkerError:
-                return
+        if self._inside is not None and not self._inside.done():
+            # The deadline has passed and a thread is still in there: it frees the instance if it returns.
+            self._inside.add_done_callback(lambda _: self._runner.drop())
+            return
+        # What close raises can no longer change the episode.
+        failure = self._failure
+        try:
+            await self._guard(self._runner.close())
+        except OpenTinkerError:
+            self._failure = failure or self._failure
 
     async def _invoke(self, method: Callable[[], Any]) -> Any:
         started = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 # Under a timeout the thread goes on alone; the episode is over and nobody listens to it.
-                value = await asyncio.wrap_future(_THREADS.submit(method))
+                self._inside = _THREADS.submit(method)
+                value = await asyncio.wrap_future(self._inside)
                 return await call_directly(lambda: value)
         except TimeoutError:
             if deadline.expired():
