@@ -173,7 +173,8 @@ class Geometry(ot.Environment):
 
     def step(self, action: ot.Action) -> ot.StepResult:
         said = _ANSWER.fullmatch(action.text)
-        return ot.StepResult(reward=float(bool(said) and int(said[1]) == self.figure.answer), terminated=True)
+        right = said is not None and int(said[1]) == self.figure.answer
+        return ot.StepResult(reward=float(right), terminated=True)
 
     def tasks(self, split: str) -> Sequence[dict[str, Any]] | None:
         if split != "test":

@@ -17,6 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ class Apps:
             case "New message":
                 to = self.draft.get("To", "")
                 people = [
-                    Element("button", f"To {each}", does=lambda each=each: self.draft.update(To=each))
+                    Element("button", f"To {each}", does=partial(self.draft.update, To=each))
                     for each in sorted(phone.contacts)
                 ]
                 fields = [
