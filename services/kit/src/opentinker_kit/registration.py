@@ -108,6 +108,8 @@ class Registration:
         self._work: dict[str, asyncio.Task[None]] = {}
         self._last_seen = self._clock.monotonic()
         self._lease_until = 0.0
+        self._open: object | None = None
+        """The session that the scheduler is told through."""
         self._task: asyncio.Task[None] | None = None
         self._address = ""
         self._tls: TlsFiles | None = None
@@ -208,9 +210,15 @@ class Registration:
             self.server, self.attempt = answer.server, answer.attempt
             ttl_s = answer.lease_ttl.ToTimedelta().total_seconds()
             self._extend(ttl_s)
-            messages = aiter(stub.ServerSession(self._messages(ttl_s / 3)))
-            while (message := await self._next(messages, 2 * ttl_s / 3)) is not None:
-                self._receive(message)
+            self._open = session = object()
+            call = stub.ServerSession(self._messages(session, ttl_s / 3))
+            try:
+                messages = aiter(call)
+                while (message := await self._next(messages, 2 * ttl_s / 3)) is not None:
+                    self._receive(message)
+            finally:
+                self._open = None
+                call.cancel()
 
     async def _next(
         self, messages: AsyncIterator[server_registry_service_pb2.ServerSessionResponse], patience_s: float
@@ -227,16 +235,20 @@ class Registration:
             return None
 
     async def _messages(
-        self, every_s: float
+        self, session: object, every_s: float
     ) -> AsyncIterator[server_registry_service_pb2.ServerSessionRequest]:
+        """What to tell the scheduler, as long as `session` is open. gRPC asks once more after a stream ended:
+        what it got then would reach nobody.
+        """
         request = server_registry_service_pb2.ServerSessionRequest
         yield request(
             hello=server_registry_service_pb2.SessionHello(server=self.server, attempt=self.attempt)
         )
         # What an earlier session sent may not have arrived: the first renewal says all of it.
         first = True
-        while True:
-            while self._statuses:
+        while session is self._open:
+            self._changed.clear()
+            while self._statuses and session is self._open:
                 yield request(status=self._statuses.pop(0))
             counts = [
                 job_pb2.TokenCount(job=job, trained=tokens.trained, sampled=tokens.sampled)
@@ -248,7 +260,6 @@ class Registration:
                     load=self._handler.load(), ready=self._ready, failure=self._failure, tokens=counts
                 )
             )
-            self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await self._changed.wait()
