@@ -61,6 +61,7 @@ def test_waiting_for_all_waits_for_all(doubles: World) -> None:
     assert [ordinals(batch) for batch in played] == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
 
 
+@pytest.mark.slow
 def test_late_groups_are_in_a_later_batch_the_oldest_first(doubles: World) -> None:
     """Slow tasks end only when all batches but the last have been handed out."""
     released = asyncio.Event()

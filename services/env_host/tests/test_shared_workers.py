@@ -167,6 +167,7 @@ async def gone(pids: Sequence[int]) -> None:
     await wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="they are gone")
 
 
+@pytest.mark.slow
 async def test_abandoned_episodes_are_reaped_by_the_thousand(start: Start) -> None:
     host = await start({"counter": world("Counter")})
     async with Stream(host) as stream:

@@ -33,6 +33,7 @@ def episodes_in_memory() -> int:
     return sum(isinstance(each, Episode) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 async def test_of_a_thousand_abandoned_episodes_nothing_is_left(start: Start, tmp_path: Path) -> None:
     """B110: neither on the host nor in its workers nor in its journal."""
     worlds = {"census": world("Census")}
@@ -121,6 +122,7 @@ async def test_an_async_step_that_never_lets_go_ends_alone(start: Start, at_once
     assert [(fact.episode, fact.reason) for fact in host.bus.failed] == [(hung, "STEP_TIMEOUT")]
 
 
+@pytest.mark.slow
 async def test_who_waited_behind_an_async_step_has_that_much_more_time(start: Start) -> None:
     host = await start({"jam": world("Jam")}, max_workers=1)
     holding, other, late = await host.open("jam", size=3, timeout_s=1.5)

@@ -33,6 +33,14 @@ def typed_errors() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise errors.from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this: grpc.aio may say so of a call whose connection ended as it began. Let
+        # through, it would end the task without a word.
+        text = "the connection ended as the call began"
+        raise errors.Unavailable(text, reason=errors.Reason.CONNECTION_LOST) from None
 
 
 async def answer(call: Awaitable[T]) -> T:

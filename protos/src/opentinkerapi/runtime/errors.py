@@ -338,6 +338,10 @@ def from_status_data(data: StatusData) -> OpenTinkerError:
     )
 
 
+_ENDED_WITHOUT_STATUS = "Internal error from Core"
+"""What grpc.aio says of it."""
+
+
 def from_rpc_error(error: grpc.RpcError) -> OpenTinkerError:
     """The typed exception for a failed call; raise it `from None`.
 
@@ -358,6 +362,9 @@ def _of_grpc_itself(code: grpc.StatusCode, text: str) -> StatusData:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         message = f"{CATALOGUE[Reason.MESSAGE_TOO_LARGE].message} ({text})"
         return StatusData(code, message, Reason.MESSAGE_TOO_LARGE)
+    if code is grpc.StatusCode.INTERNAL and text == _ENDED_WITHOUT_STATUS:
+        # A call that had no status when its connection ended.
+        code = grpc.StatusCode.UNAVAILABLE
     reasons = {
         grpc.StatusCode.UNAVAILABLE: Reason.CONNECTION_LOST,
         grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,

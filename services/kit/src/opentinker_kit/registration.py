@@ -167,6 +167,12 @@ class Registration:
                         return
                 except (OSError, ValueError) as error:
                     _log.warning("scheduler_unreachable", error=str(error))
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    # grpc.aio may say so of a call whose connection ended as it began.
+                    _log.warning("scheduler_unreachable", error="the connection ended")
                 await asyncio.sleep(RECONNECT_S)
         finally:
             watchdog.cancel()
