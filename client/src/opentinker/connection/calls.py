@@ -5,15 +5,14 @@ scheduler that is being restarted, a server that a job lost and gets back.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-import grpc
 import grpc.aio
 
 from opentinker import errors
+from opentinkerapi.runtime.calls import typed_errors
 from opentinkerapi.runtime.channels import open_channel
 from opentinkerapi.runtime.tls import TlsFiles, explained, is_secure, why_not
 
@@ -24,23 +23,6 @@ PAUSE_S = 0.5
 
 CONTROL_PATIENCE_S = 120.0
 """How long a scheduler may stay away before a call to it fails."""
-
-
-@contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
-    """Turn a failed RPC into the exception of its status and reason."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise errors.from_rpc_error(error) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # Nobody cancelled this: grpc.aio may say so of a call whose connection ended as it began. Let
-        # through, it would end the task without a word.
-        text = "the connection ended as the call began"
-        raise errors.Unavailable(text, reason=errors.Reason.CONNECTION_LOST) from None
 
 
 async def answer(call: Awaitable[T]) -> T:

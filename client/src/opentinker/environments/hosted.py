@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import grpc
 import grpc.aio
 
 from opentinker.environments.agents import Actions, JointResult, JointStep, Observations
@@ -30,14 +29,15 @@ from opentinker.environments.wire import (
 )
 from opentinkerapi.env.v1 import env_host_service_pb2 as pb
 from opentinkerapi.env.v1.env_host_service_pb2_grpc import EnvHostServiceStub
+from opentinkerapi.runtime.calls import typed_errors
 from opentinkerapi.runtime.errors import (
+    Cancelled,
     EpisodeNotFound,
     FailedPrecondition,
     InvalidArgument,
     OpenTinkerError,
     Overloaded,
     Unavailable,
-    from_rpc_error,
 )
 from opentinkerapi.runtime.reasons import Reason
 
@@ -242,8 +242,9 @@ class HostedEnvironment:
         if held:
             request = pb.CloseEpisodesRequest(episodes=held, job_token=self.job_token)
             try:
-                await self.stub.CloseEpisodes(request, timeout=10.0)
-            except grpc.RpcError:
+                with typed_errors():
+                    await self.stub.CloseEpisodes(request, timeout=10.0)
+            except OpenTinkerError:
                 return
 
     def holds(self, episode: str) -> bool:
@@ -275,18 +276,15 @@ class HostedEnvironment:
         pause = 0.1
         while True:
             try:
-                return await method(request, timeout=timeout)
-            except grpc.RpcError as error:
-                typed = from_rpc_error(error)
-            except (Unavailable, Overloaded) as error:
-                typed = error
-            now = time.monotonic()
-            if isinstance(typed, Overloaded):
-                give_up = now + self._reconnect_s  # it answers
-                if now + pause > full_until:
-                    raise typed from None
-            elif not isinstance(typed, Unavailable) or now + pause > give_up:
-                raise typed from None
+                with typed_errors():
+                    return await method(request, timeout=timeout)
+            except (Unavailable, Overloaded, Cancelled) as error:
+                # Cancelled by the other side: a host that is stopped answers what it was doing so.
+                now = time.monotonic()
+                if isinstance(error, Overloaded):
+                    give_up = now + self._reconnect_s  # it answers
+                if now + pause > (full_until if isinstance(error, Overloaded) else give_up):
+                    raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
 
@@ -297,8 +295,9 @@ class HostedEnvironment:
             for start in range(0, len(names), 1000):
                 request = pb.RenewLeaseRequest(episodes=names[start : start + 1000], job_token=self.job_token)
                 try:
-                    await self.stub.RenewLease(request, timeout=10.0)
-                except grpc.RpcError:
+                    with typed_errors():
+                        await self.stub.RenewLease(request, timeout=10.0)
+                except OpenTinkerError:
                     # Tried again in a third of the TTL; an episode lost meanwhile is played again.
                     break
 
@@ -309,10 +308,8 @@ async def list_hosted(channel: grpc.aio.Channel) -> dict[str, EnvironmentInfo]:
     found: dict[str, EnvironmentInfo] = {}
     request = pb.ListEnvironmentsRequest(page_size=1000)
     while True:
-        try:
+        with typed_errors():
             answer = await stub.ListEnvironments(request, timeout=30.0)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
         for environment in answer.environments:
             info = info_from_proto(environment)
             found[info.name] = info

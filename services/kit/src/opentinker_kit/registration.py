@@ -20,8 +20,9 @@ from opentinker_kit.clock import Clock, SystemClock
 from opentinker_kit.logging import about
 from opentinker_kit.metering import TokenMeter
 from opentinker_kit.settings import ServerSettings
+from opentinkerapi.runtime.calls import typed_errors
 from opentinkerapi.runtime.channels import open_channel
-from opentinkerapi.runtime.errors import OpenTinkerError, TlsFailed, from_rpc_error
+from opentinkerapi.runtime.errors import OpenTinkerError, TlsFailed
 from opentinkerapi.runtime.reasons import Reason
 from opentinkerapi.runtime.tls import TlsFiles, explained
 from opentinkerapi.scheduler.v1 import job_pb2, server_registry_service_pb2, server_registry_service_pb2_grpc
@@ -161,18 +162,13 @@ class Registration:
         try:
             while True:
                 try:
-                    await self._session()
-                except grpc.RpcError as error:
-                    if self._ended_by(await explained(from_rpc_error(error), self._address, self._tls)):
+                    with typed_errors():
+                        await self._session()
+                except OpenTinkerError as error:
+                    if self._ended_by(await explained(error, self._address, self._tls)):
                         return
                 except (OSError, ValueError) as error:
                     _log.warning("scheduler_unreachable", error=str(error))
-                except asyncio.CancelledError:
-                    task = asyncio.current_task()
-                    if task is None or task.cancelling():
-                        raise
-                    # grpc.aio may say so of a call whose connection ended as it began.
-                    _log.warning("scheduler_unreachable", error="the connection ended")
                 await asyncio.sleep(RECONNECT_S)
         finally:
             watchdog.cancel()
